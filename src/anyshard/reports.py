@@ -1,0 +1,44 @@
+"""What a save or load tells its caller when it is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A committed save: where, which generation and attempt, how much and how long. `warnings` are worth a look."""
+
+    url: str
+    step: int | None
+    generation: int
+    attempt: str
+    num_tensors: int
+    nbytes: int
+    duration_s: float
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """A finished load: what was filled and what was not. All tuples hold addresses, but `warnings`.
+
+    `nbytes` counts bytes filled, `read_nbytes` bytes fetched. `missing` and `unexpected` are empty after a strict load;
+    `not_asked_for` are top-level names of the checkpoint that the app state does not have; `created` is optimizer state that the
+    live optimizer lacked; `replaced_values` are values that took their stored value.
+    """
+
+    url: str
+    step: int | None
+    generation: int
+    attempt: str
+    num_tensors: int
+    nbytes: int
+    read_nbytes: int
+    duration_s: float
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    not_asked_for: tuple[str, ...] = ()
+    replaced_values: tuple[str, ...] = ()
+    created: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
