@@ -1,0 +1,51 @@
+"""From what the user gives as a place to a store."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from anyshard.errors import InvalidPath
+from anyshard.monitor.events import SILENT, Emitter
+from anyshard.storage.local import LocalStore
+from anyshard.storage.protocol import Store
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_KNOWN = "a path, file:///absolute/path, or a Store object"
+
+
+def open_store(place: str | os.PathLike[str] | Store, *, events: Emitter = SILENT) -> Store:
+    """The store at `place`: a path (relative to the directory of this moment, `~` expanded), a `file://` URL, or a store itself.
+
+    Nothing is made or looked up yet. Anything else is `InvalidPath`; its message never repeats a URL, which may hold credentials.
+    """
+    if not isinstance(place, (str, os.PathLike)):
+        return _as_store(place)
+    path = os.fspath(place)
+    if not path or "\0" in path:
+        raise InvalidPath(f"expected {_KNOWN}, found {path!r}")
+    scheme = _SCHEME.match(path)
+    return LocalStore(_expand(path) if scheme is None else _file_path(path, scheme[1].lower()), events=events)
+
+
+def _as_store(place: Store) -> Store:
+    if not hasattr(place, "create_blob"):
+        raise InvalidPath(f"expected {_KNOWN}, found an object of type {type(place).__name__}")
+    return place
+
+
+def _expand(path: str) -> str:
+    try:
+        return os.path.join(os.getcwd(), os.path.expanduser(path))
+    except FileNotFoundError as error:
+        raise InvalidPath("the current directory was removed: give an absolute path") from error
+
+
+def _file_path(url: str, scheme: str) -> str:
+    if scheme != "file":
+        raise InvalidPath(f"expected {_KNOWN}, found a URL of the unknown scheme {scheme!r}")
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not parts.path:
+        raise InvalidPath("expected file:///absolute/path (three slashes; ? and # as %3F and %23), found another file URL")
+    return unquote(parts.path)

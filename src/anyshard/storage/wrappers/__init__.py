@@ -1,0 +1,28 @@
+"""Stores around stores: faults, latency, counting, throttling, order of writes. Each changes one thing and forwards the rest."""
+
+from anyshard.storage.wrappers.counting import Count, CountingStore
+from anyshard.storage.wrappers.faults import Action, FaultStore, Rule, answer, do_before, fail, flip_bit, lose_answer, read_short
+from anyshard.storage.wrappers.forward import Call, Verb, WrapperStore
+from anyshard.storage.wrappers.latency import LatencyStore
+from anyshard.storage.wrappers.sequential import SequentialStore
+from anyshard.storage.wrappers.throttle import ThrottledStore
+
+__all__ = [
+    "Action",
+    "Call",
+    "Count",
+    "CountingStore",
+    "FaultStore",
+    "LatencyStore",
+    "Rule",
+    "SequentialStore",
+    "ThrottledStore",
+    "Verb",
+    "WrapperStore",
+    "answer",
+    "do_before",
+    "fail",
+    "flip_bit",
+    "lose_answer",
+    "read_short",
+]

@@ -1,0 +1,1 @@
+"""Testing: the contracts that every implementation of a protocol must pass. Needs pytest, which the rest of anyshard does not."""
