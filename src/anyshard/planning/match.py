@@ -1,0 +1,120 @@
+"""Matching: the overlaps of wanted and stored shards, and the wanted regions that no stored shard holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from anyshard.errors import CheckpointDamaged
+from anyshard.records.addresses import show
+from anyshard.records.dtypes import find_dtype
+from anyshard.records.load_plan import BlobLayout, ReadItems, Uncovered
+from anyshard.records.regions import difference, find_overlaps, overlap, volume
+from anyshard.records.tables import NOT_AN_ALIAS, Index, IntColumn, ShardTable, TensorTable, pad_columns
+
+
+def match_shards(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLayout]) -> ReadItems:
+    """All overlaps of wanted and stored shards of equal address, ordered by blob, then position.
+
+    An alias of the checkpoint counts as the tensor it is tied to. Raises `CheckpointDamaged` if the index names a slot that
+    `layouts` lacks or that has another length.
+    """
+    stored = index.shards
+    width = max(wanted.offsets.shape[1], stored.offsets.shape[1])
+    w_tensor, w_offsets, w_lengths = _widen(wanted, width)
+    s_tensor, s_offsets, s_lengths = _widen(stored, width)
+    w_tensor = _stored_tensors(wanted.tensors, stored.tensors)[w_tensor]
+    # Only rows of tensors that both sides have are matched, with the tensor as a first dim.
+    w_rows = np.flatnonzero(w_tensor >= 0)
+    s_rows = np.flatnonzero(np.isin(s_tensor, w_tensor))
+    a, b = find_overlaps(
+        np.column_stack([w_tensor, w_offsets])[w_rows],
+        np.insert(w_lengths, 0, 1, axis=1)[w_rows],
+        np.column_stack([s_tensor, s_offsets])[s_rows],
+        np.insert(s_lengths, 0, 1, axis=1)[s_rows],
+    )
+    w, s = w_rows[a], s_rows[b]
+    itemsize = _itemsizes(stored.tensors, s_tensor[s])
+    position = _find_positions(index, s, volume(np.column_stack([s_lengths[s], itemsize])), layouts)
+    order = np.lexsort((w, position, index.blob[s]))
+    w, s, position, itemsize = w[order], s[order], position[order], itemsize[order]
+    offsets, lengths, _ = overlap(w_offsets[w], w_lengths[w], s_offsets[s], s_lengths[s])
+    return ReadItems(
+        wanted=w,
+        stored=s,
+        blob=index.blob[s],
+        position=position,
+        itemsize=itemsize,
+        ndims=stored.tensors.ndims[s_tensor[s]].astype(np.int64),
+        wanted_offsets=offsets - w_offsets[w],
+        stored_offsets=offsets - s_offsets[s],
+        stored_lengths=s_lengths[s],
+        lengths=lengths,
+    )
+
+
+def _widen(shards: ShardTable, width: int) -> tuple[IntColumn, IntColumn, IntColumn]:
+    return shards.tensor, pad_columns(shards.offsets, width, fill=0), pad_columns(shards.lengths, width, fill=1)
+
+
+def _stored_tensors(wanted: TensorTable, stored: TensorTable) -> IntColumn:
+    """For each wanted tensor the row of the stored tensor that has its bytes, or -1."""
+    rows = {address: row for row, address in enumerate(stored.addresses)}
+    found = np.array([rows.get(address, -1) for address in wanted.addresses], dtype=np.int64)
+    alias_of = np.append(stored.alias_of, NOT_AN_ALIAS)[found]
+    return np.where(alias_of == NOT_AN_ALIAS, found, alias_of)
+
+
+def _itemsizes(tensors: TensorTable, rows: IntColumn) -> IntColumn:
+    """Bytes per element of some tensors. Only theirs: a tensor of an unknown dtype that is not wanted does no harm."""
+    used, number = np.unique(rows, return_inverse=True)
+    return np.array([find_dtype(tensors.dtypes[row]).itemsize for row in used.tolist()], dtype=np.int64)[number]
+
+
+def _find_positions(index: Index, rows: IntColumn, nbytes: IntColumn, layouts: Mapping[int, BlobLayout]) -> IntColumn:
+    """Byte positions of the extents of stored shards, whose lengths must be those of their slots."""
+    blobs, number = np.unique(index.blob[rows], return_inverse=True)
+    slot = index.slot[rows]
+    position = np.full(len(rows), -1)
+    for i, blob in enumerate(blobs.tolist()):
+        layout = layouts.get(blob)
+        if layout is not None:
+            hit = np.flatnonzero((number == i) & (slot >= 0) & (slot < len(layout.position)))
+            hit = hit[layout.nbytes[slot[hit]] == nbytes[hit]]
+            position[hit] = layout.position[slot[hit]]
+    for row in np.flatnonzero(position < 0)[:1]:
+        address = show(index.shards.tensors.addresses[index.shards.tensor[rows[row]]])
+        raise CheckpointDamaged(
+            f"{address}: expected {nbytes[row]} bytes in slot {slot[row]} of blob {index.blob[rows[row]]}, "
+            "found no such slot in the tail of that blob; load another checkpoint"
+        )
+    return position
+
+
+def find_uncovered(wanted: ShardTable, items: ReadItems) -> tuple[Uncovered, ...]:
+    """The wanted regions that no item fills. Raises `CheckpointDamaged` if two items fill the same elements of a wanted shard."""
+    _check_disjoint(wanted, items)
+    missing = volume(wanted.lengths)
+    np.subtract.at(missing, items.wanted, volume(items.lengths))
+    return tuple(region for row in np.flatnonzero(missing).tolist() for region in _uncovered_of(wanted, items, row))
+
+
+def _check_disjoint(wanted: ShardTable, items: ReadItems) -> None:
+    # Counting elements would not do: an overlap and a hole of equal volume hide each other.
+    shared = np.flatnonzero(np.bincount(items.wanted, minlength=len(wanted))[items.wanted] > 1)
+    offsets = np.column_stack([items.wanted, items.wanted_offsets])[shared]
+    lengths = np.insert(items.lengths, 0, 1, axis=1)[shared]
+    one, other = find_overlaps(offsets, lengths, offsets, lengths)
+    for item in shared[one[one != other]][:1]:
+        address = show(wanted.tensors.addresses[wanted.tensor[items.wanted[item]]])
+        raise CheckpointDamaged(f"{address}: expected every element in one stored shard, found shards that overlap in the index")
+
+
+def _uncovered_of(wanted: ShardTable, items: ReadItems, row: int) -> list[Uncovered]:
+    own = np.flatnonzero(items.wanted == row)
+    ndim = int(wanted.tensors.ndims[wanted.tensor[row]])
+    low, length = wanted.offsets[row, :ndim], wanted.lengths[row, :ndim]
+    left = zip(*difference(low, length, low + items.wanted_offsets[own, :ndim], items.lengths[own, :ndim]), strict=True)
+    address = wanted.tensors.addresses[wanted.tensor[row]]
+    return [Uncovered(row, address, tuple(offset.tolist()), tuple(lengths.tolist())) for offset, lengths in left]
