@@ -1,0 +1,134 @@
+"""An attempt: one try at the next generation of a step, from the right to write there to giving up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from anyshard.commit.foreign import advise, show_names
+from anyshard.commit.listing import DATA_PREFIX, Owner, StepListing, list_step
+from anyshard.commit.publish import superseded
+from anyshard.commit.resolve import Record, read_newest, read_record
+from anyshard.errors import (
+    AnyshardError,
+    CheckpointDamaged,
+    CheckpointExists,
+    CommitConflict,
+    CommitOutcomeUnknown,
+    LimitExceeded,
+    NotACheckpoint,
+    StorageError,
+)
+from anyshard.monitor.events import SILENT, Emitter
+from anyshard.records.addresses import section_directory
+from anyshard.records.manifest import Manifest, StepState
+from anyshard.records.names import MAX_GENERATION, make_attempt
+from anyshard.storage.protocol import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """The right to try: aim at `generation` with files that carry `id`. `previous` is the checkpoint to be replaced, if any."""
+
+    generation: int
+    id: str
+    previous: Manifest | None
+
+
+def begin(store: Store, *, sections: Sequence[str], overwrite: bool, events: Emitter = SILENT) -> Attempt:
+    """Take the next generation of the step as the aim of a new attempt and make its directories, durably.
+
+    Raises `NotACheckpoint` (the directory is somebody else's) or `CheckpointExists`; then nothing was changed.
+    """
+    listing = list_step(store)
+    if listing.is_foreign:
+        raise NotACheckpoint(
+            f"{store.url}: expected a new or empty directory or a checkpoint, found {show_names(listing.foreign)}; "
+            f"{advise(listing.foreign)}. Nothing was written"
+        )
+    attempt = _aim(store, listing, overwrite=overwrite)
+    store.prepare([DATA_PREFIX, *(f"{DATA_PREFIX}{section_directory(section)}/" for section in sections)])
+    events.event("save.attempt.begun", detail=f"generation {attempt.generation}, attempt {attempt.id}")
+    return attempt
+
+
+@contextmanager
+def abandoning(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> Iterator[None]:
+    """Give the attempt up if the body fails: its files go, unless the save may exist.
+
+    The body's error is the one raised; only where storage failed because somebody took the generation and cleaned, that is said.
+    """
+    try:
+        yield
+    except CommitOutcomeUnknown:
+        raise
+    except BaseException as error:
+        conflict = None
+        try:
+            abandon(store, attempt, events=events)
+            conflict = _find_conflict(store, attempt) if isinstance(error, StorageError) else None
+        except AnyshardError:
+            logger.warning("%s: the files of attempt %s could not be removed", store.url, attempt.id, exc_info=True)
+        if conflict is not None:
+            raise conflict from error
+        raise
+
+
+def abandon(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> tuple[str, ...]:
+    """Delete the files of exactly this attempt if it is certain that it was not published; return the deleted keys.
+
+    Only for the attempt's own process, once nothing of it is in flight. After `CommitOutcomeUnknown` it must not be called.
+    """
+    owner = Owner(attempt.generation, attempt.id)
+    if _may_be_ours(store, owner):
+        return ()
+    keys = tuple(entry.key for entry in list_step(store).files.get(owner, ()))
+    store.delete(keys)
+    events.event("save.abandoned", detail=f"{len(keys)} files of attempt {attempt.id}")
+    return keys
+
+
+def _aim(store: Store, listing: StepListing, *, overwrite: bool) -> Attempt:
+    newest = read_newest(store, listing)
+    if newest is None:
+        return Attempt(1, make_attempt(), None)
+    if newest.generation >= MAX_GENERATION:
+        raise LimitExceeded(f"{store.url}: generation {newest.generation} is the last one; save to another directory")
+    return Attempt(newest.generation + 1, make_attempt(), _replaceable(store, newest, overwrite=overwrite))
+
+
+def _replaceable(store: Store, newest: Record, *, overwrite: bool) -> Manifest | None:
+    try:
+        manifest = newest.decode()
+    except CheckpointDamaged as damage:
+        if overwrite:
+            return None
+        raise CheckpointExists(
+            f"{store.url}: a damaged checkpoint is there ({damage}); pass overwrite=True to replace it, or another path"
+        ) from damage
+    if manifest.state is StepState.DELETED:
+        return None
+    if not overwrite:
+        raise CheckpointExists(
+            f"{store.url}: a checkpoint (step {manifest.step}, saved on {manifest.time}) is there; "
+            "pass overwrite=True to replace it, or another path"
+        )
+    return manifest
+
+
+def _find_conflict(store: Store, attempt: Attempt) -> CommitConflict | None:
+    newest = list_step(store).newest
+    is_lost = newest >= attempt.generation and not _may_be_ours(store, Owner(attempt.generation, attempt.id))
+    return superseded(store, attempt.generation, newest) if is_lost else None
+
+
+def _may_be_ours(store: Store, owner: Owner) -> bool:
+    try:
+        record = read_record(store, owner.generation)
+        return record is not None and record.decode().attempt == owner.attempt
+    except (StorageError, CheckpointDamaged):
+        return True

@@ -1,0 +1,112 @@
+"""`clean`: removes what no reader needs any more, and takes the right to publish from saves that died before it does."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from anyshard.commit.deletion import Generations, deletable, read_generations
+from anyshard.commit.listing import Owner, StepListing, list_step
+from anyshard.commit.publish import create_record
+from anyshard.commit.tombstone import make_fence
+from anyshard.monitor.events import Emitter, Sink
+from anyshard.records.manifest import Manifest, StepState
+from anyshard.storage.protocol import Entry, Store
+from anyshard.storage.resolve import open_store
+
+DAY_S = 86_400.0
+TOMBSTONE_S = 7 * DAY_S
+
+
+@dataclass(frozen=True, slots=True)
+class CleanReport:
+    """What `clean` removed (with `dry_run`: would remove), and what it left and why.
+
+    `fenced` is the generation taken from unfinished saves, if any. `in_progress` are attempts that may still be running (or aim
+    beyond the next generation).
+    `foreign` are names that anyshard never makes; they are never touched.
+    """
+
+    url: str
+    removed: tuple[str, ...]
+    nbytes: int
+    fenced: int | None
+    in_progress: tuple[str, ...]
+    foreign: tuple[str, ...]
+    dry_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    removed: tuple[str, ...]
+    fence: Manifest | None
+    in_progress: tuple[str, ...]
+
+
+def clean(
+    target: str | os.PathLike[str] | Store,
+    *,
+    older_than_s: float = DAY_S,
+    grace_s: float = 3600.0,
+    dry_run: bool = False,
+    sinks: Sequence[Sink] = (),
+) -> CleanReport:
+    """Remove leftovers of saves that died and superseded files; what a checkpoint or a running save needs is never removed.
+
+    A save counts as dead if nothing of it was written for `older_than_s`. Superseded files stay `grace_s` for their readers.
+    Raises `CheckpointDamaged`, having changed nothing, if the newest manifest is damaged.
+    """
+    events = Emitter(sinks, operation=secrets.token_hex(8), rank=0)
+    store = open_store(target, events=events)
+    listing = list_step(store)
+    plan = _plan(listing, read_generations(store, listing), now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
+    if not dry_run:
+        _carry_out(store, plan, events)
+    nbytes = sum(entry.nbytes for _, entry in listing.entries() if entry.key in set(plan.removed))
+    fenced = None if plan.fence is None else plan.fence.generation
+    return CleanReport(store.url, plan.removed, nbytes, fenced, plan.in_progress, listing.foreign, dry_run)
+
+
+def _carry_out(store: Store, plan: _Plan, events: Emitter) -> None:
+    if plan.fence is not None:
+        create_record(store, plan.fence)
+        events.event("clean.fence.created", detail=f"generation {plan.fence.generation}")
+    store.delete(plan.removed)
+    events.event("clean.files.removed", detail=f"{len(plan.removed)} files")
+
+
+def _plan(listing: StepListing, generations: Generations, *, now_s: float, older_than_s: float, grace_s: float) -> _Plan:
+    superseded = deletable(listing, generations, now_s=now_s, grace_s=grace_s)
+    unfinished = listing.unfinished(generations.newest)
+    if not unfinished:
+        return _Plan(superseded + _expired_tombstone(listing, generations, now_s), None, ())
+    # The fence has to be the very next generation: then it cannot pass over a save that is published meanwhile.
+    dead = {owner: entries for owner, entries in unfinished.items() if owner.generation == generations.newest + 1}
+    if not dead or now_s - _last_written_s(dead) < older_than_s:
+        return _Plan(superseded, None, tuple(owner.attempt for owner in unfinished))
+    fence = make_fence(generations.newest + 1, generations.manifests.get(generations.newest))
+    licensed = deletable(listing, _with(generations, fence), now_s=math.inf, grace_s=0)
+    keys = {entry.key for entries in dead.values() for entry in entries}
+    kept = tuple(owner.attempt for owner in unfinished if owner not in dead)
+    return _Plan(tuple(key for key in licensed if key in keys) + superseded, fence, kept)
+
+
+def _with(generations: Generations, fence: Manifest) -> Generations:
+    manifests = {**generations.manifests, fence.generation: fence}
+    return replace(generations, manifests=manifests, created_s={**generations.created_s, fence.generation: 0.0})
+
+
+def _last_written_s(unfinished: Mapping[Owner, tuple[Entry, ...]]) -> float:
+    return max(entry.modified_s for entries in unfinished.values() for entry in entries)
+
+
+def _expired_tombstone(listing: StepListing, generations: Generations, now_s: float) -> tuple[str, ...]:
+    newest = generations.manifests.get(generations.newest)
+    is_alone = not listing.files and len(listing.manifests) == 1
+    if newest is None or newest.state is not StepState.DELETED or not is_alone:
+        return ()
+    expired = now_s - generations.created_s[generations.newest] >= TOMBSTONE_S
+    return (listing.manifests[generations.newest].key,) if expired else ()
