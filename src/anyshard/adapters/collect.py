@@ -1,0 +1,107 @@
+"""Collects the leaves of an app state that become extents: tensors, large NumPy arrays, large byte strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from anyshard.adapters.recognise import holds
+from anyshard.adapters.tensors import array_bits, dtype_name, inner_tensors, is_flattened, source_of, synchronise
+from anyshard.errors import InvalidAppState, UnsupportedValue
+from anyshard.records.addresses import join_address, section_of, show
+from anyshard.records.arrays import numpy_dtype
+from anyshard.records.captured import Captured
+from anyshard.records.dtypes import DTYPES
+from anyshard.records.handles import ArraySource, Source
+from anyshard.records.tables import make_tensor_table, whole_shards
+from anyshard.records.values import LARGE_VALUE_NBYTES, TensorMark, map_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    dtype: str
+    shape: tuple[int, ...]
+    source: Source
+
+
+def is_stored_leaf(value: object) -> bool:
+    """Whether a value is stored as an extent of its own, with a mark in the tree."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if type(value) is np.ndarray:
+        return value.nbytes >= LARGE_VALUE_NBYTES
+    return type(value) is bytes and len(value) >= LARGE_VALUE_NBYTES
+
+
+@final
+class Collector:
+    """Takes leaves by address and gives back the marks that stand for them; `finish` makes the tables."""
+
+    def __init__(self) -> None:
+        self._leaves: dict[str, _Leaf] = {}
+        # The tensors are kept, else a temporary one could die and another one inherit its id.
+        self._tensors: dict[tuple[str, int], tuple[torch.Tensor, list[str]]] = {}
+        self._warnings: list[str] = []
+
+    def take(self, value: object, address: str) -> object:
+        """The tree of a value made of plain containers: the value itself if nothing in it is a stored leaf."""
+        return map_leaves(value, self._take_leaf, address=address) if holds(value, is_stored_leaf) else value
+
+    def warn(self, sentence: str) -> None:
+        """Put a sentence into the report."""
+        self._warnings.append(sentence)
+
+    def finish(self, trees: Mapping[str, object]) -> Captured:
+        """The tables of all leaves taken. Tied tensors are stored under the smallest of their addresses."""
+        aliases = {
+            address: names[0]
+            for names in (sorted(names, key=str.encode) for _, names in self._tensors.values())
+            for address in names[1:]
+        }
+        synchronise(tensor.device for tensor, _ in self._tensors.values())
+        leaves = self._leaves.values()
+        table = make_tensor_table(tuple(self._leaves), [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves], aliases)
+        shards = whole_shards(table)
+        sources = tuple(self._leaves[table.addresses[tensor]].source for tensor in shards.tensor)
+        return Captured(shards, sources, trees, tuple(self._warnings))
+
+    def _take_leaf(self, value: object, address: str) -> object:
+        if isinstance(value, torch.Tensor):
+            return self._take_tensor(value, address)
+        if not is_stored_leaf(value):
+            return value
+        if isinstance(value, np.ndarray):
+            return self._add(address, _leaf_of_array(value, address), "ndarray")
+        data = np.frombuffer(value, dtype=np.uint8)  # type: ignore[call-overload]
+        return self._add(address, _Leaf("uint8", data.shape, ArraySource(data)), "bytes")
+
+    def _take_tensor(self, tensor: torch.Tensor, address: str) -> object:
+        if is_flattened(tensor):
+            return {name: self._take_tensor(part, join_address(address, name)) for name, part in inner_tensors(tensor).items()}
+        _, names = self._tensors.setdefault((section_of(address), id(tensor)), (tensor, []))
+        names.append(address)
+        source = source_of(tensor, address)  # first, for it refuses tensors that have no shape
+        return self._add(address, _Leaf(dtype_name(tensor.dtype), tuple(tensor.shape), source), "tensor")
+
+    def _add(self, address: str, leaf: _Leaf, kind: Any) -> TensorMark:
+        if address in self._leaves:
+            raise InvalidAppState(f"{show(address)}: expected one tensor with this address, found two; rename one of them")
+        self._leaves[address] = leaf
+        return TensorMark(address, kind)
+
+
+def _leaf_of_array(array: NDArray[Any], address: str) -> _Leaf:
+    name = array.dtype.name
+    native = array.dtype.newbyteorder("=")
+    if name not in DTYPES or numpy_dtype(name) != native:
+        raise UnsupportedValue(
+            f"{show(address)}: expected a numpy array of a numeric dtype, found {array.dtype!r}; convert it with astype",
+            address=address,
+        )
+    dense = array.astype(native, copy=False)
+    return _Leaf(name, array.shape, ArraySource(array_bits(dense)))

@@ -1,0 +1,265 @@
+"""Loads optimizers: groups matched by the parameters they hold, state by FQN, missing state made from the checkpoint.
+
+torch's own `load_state_dict` is not used: it casts moments to the parameter's dtype and matches by position. No step is
+pretended. Options that describe the implementation (fused, foreach, ...) stay as the live optimizer has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from anyshard.adapters.fills import Make, NewTensor
+from anyshard.adapters.intake import Intake, Phase, Settle, keep
+from anyshard.adapters.nested import describe_node, is_tensor, load_container
+from anyshard.adapters.optimizers import LiveGroup, name_groups
+from anyshard.adapters.recognise import holds
+from anyshard.adapters.survey import ParameterName
+from anyshard.errors import Mismatch
+from anyshard.records.addresses import component, join_address, show
+from anyshard.records.values import TensorMark, collect_marks, is_container, list_components, list_items
+
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredGroup:
+    position: int
+    options: Mapping[str, object]
+    params: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOptimizer:
+    state: Mapping[str, object]
+    groups: tuple[_StoredGroup, ...]
+    other: Mapping[str, object]
+
+
+def load_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], node: object, address: str, *, names: Mapping[int, ParameterName], intake: Intake
+) -> None:
+    """Plan the load of the optimizers under one name from their stored tree."""
+    stored = _read_tree(node)
+    if stored is None:
+        intake.findings.refuse(address, expected="an optimizer's state by parameter name", found=describe_node(node))
+        return
+    loader = _OptimizerLoader(stored, address, intake)
+    groups = name_groups(optimizers, address, names)
+    loader.load_groups(groups)
+    loader.load_state(groups)
+    loader.load_other(optimizers[0])
+    loader.refuse_surplus({name for group in groups for name in group.names})
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    if any(vars(optimizer).get(hook) for optimizer in optimizers for hook in hooks):
+        intake.findings.warn(f"{show(address)}: the hooks of the optimizer's load_state_dict are not run")
+
+
+def _read_tree(node: object) -> _StoredOptimizer | None:
+    if not isinstance(node, dict) or not {"state", "param_groups"} <= node.keys() <= {"state", "param_groups", "other"}:
+        return None
+    state, groups, other = node["state"], node["param_groups"], node.get("other", {})
+    if not (isinstance(state, dict) and isinstance(groups, list) and isinstance(other, dict)):
+        return None
+    if not all(map(_is_group, groups)):
+        return None
+    return _StoredOptimizer(
+        state, tuple(_StoredGroup(k, group["options"], tuple(group["params"])) for k, group in enumerate(groups)), other
+    )
+
+
+def _is_group(group: object) -> bool:
+    if not isinstance(group, dict) or group.keys() != {"options", "params"}:
+        return False
+    options, params = group["options"], group["params"]
+    return isinstance(options, dict) and isinstance(params, list) and all(isinstance(name, str) for name in (*params, *options))
+
+
+@final
+class _OptimizerLoader:
+    """Plans groups, then state; all changes are actions that run after the fill."""
+
+    def __init__(self, stored: _StoredOptimizer, address: str, intake: Intake) -> None:
+        self._stored = stored
+        self._address = address
+        self._intake = intake
+        self._findings = intake.findings
+        self._group_of = {name: group for group in stored.groups for name in group.params}
+
+    def load_groups(self, groups: Sequence[LiveGroup]) -> None:
+        """Give each live group the options of the stored group that holds its parameters; empty ones go by position."""
+        empty = iter([group for group in self._stored.groups if not group.params])
+        for position, group in enumerate(groups):
+            address = join_address(self._address, "param_groups", str(position))
+            source = self._find_group(group, address) if group.names else next(empty, None)
+            if source is not None:
+                self._load_options(group, source, address)
+
+    def _find_group(self, group: LiveGroup, address: str) -> _StoredGroup | None:
+        sources = {self._group_of[name].position: name for name in group.names if name in self._group_of}
+        if not sources:
+            return None
+        first, *others = sorted(sources)
+        for other in others:
+            differing = _compare_options(self._stored.groups[first].options, self._stored.groups[other].options)
+            if differing:
+                found = f"{sources[first]} in stored group {first} and {sources[other]} in stored group {other}"
+                self._findings.differ(
+                    Mismatch.GROUP,
+                    address,
+                    expected=f"parameters stored with equal options in {address}",
+                    found=f"{found}, with different {', '.join(differing)}",
+                )
+        return self._stored.groups[first]
+
+    def _load_options(self, group: LiveGroup, source: _StoredGroup, address: str) -> None:
+        for option, node in source.options.items():
+            at = join_address(address, component(option))
+            if option in group.options and option in IMPLEMENTATION_OPTIONS:
+                continue
+            if self._findings.selection.takes_whole(at):
+                self._findings.match(at)
+                settle = self._load_slot(group.options.get(option), node, at, new_tensor=_make_on(group.params))
+                self._intake.later(Phase.OPTIMIZERS, partial(_set_item, group.options, option, settle))
+
+    def load_state(self, groups: Sequence[LiveGroup]) -> None:
+        """Plan the state of every live parameter."""
+        for group in groups:
+            for param, name in zip(group.params, group.names, strict=True):
+                self._load_param(group, param, name)
+
+    def _load_param(self, group: LiveGroup, param: torch.Tensor, name: str) -> None:
+        at = join_address(self._address, "state", component(name))
+        state, is_stored = group.optimizer.state, name in self._stored.state
+        if not is_stored and name not in self._group_of:
+            if self._findings.selection.takes_whole(at):
+                self._findings.miss(at, found="a parameter that the stored optimizer does not have")
+            return
+        self._findings.match(at)
+        if is_stored:
+            settle = self._load_entry(state.get(param), self._stored.state[name], at, new_tensor=_make_like(param, group))
+            self._intake.later(Phase.OPTIMIZERS, partial(_set_item, state, param, settle))
+        elif param in state and self._findings.selection.takes_whole(at):
+            # The checkpoint has this parameter and no state for it: it had not been stepped yet.
+            self._intake.later(Phase.OPTIMIZERS, partial(state.pop, param, None))
+
+    def _load_entry(self, live: Any, node: object, address: str, *, new_tensor: NewTensor) -> Settle:
+        if not isinstance(node, dict) or not isinstance(live, (dict, type(None))):
+            if not self._findings.selection.takes_whole(address):
+                return lambda: _ABSENT if live is None else live
+            return self._load_slot(live, node, address, new_tensor=new_tensor)
+        slots: dict[object, Settle] = {}
+        for key, child in node.items():
+            at = join_address(address, component(key, within=address))
+            if self._findings.selection.takes_whole(at):
+                slots[key] = self._load_slot((live or {}).get(key), child, at, new_tensor=new_tensor)
+        for key in (live or {}).keys() - node.keys():
+            at = join_address(address, component(key, within=address))
+            if self._findings.selection.takes_whole(at):
+                self._findings.miss(at)
+        return partial(_settle_entry, live, slots, is_whole=len(slots) == len(node))
+
+    def _load_slot(self, live: Any, node: object, address: str, *, new_tensor: NewTensor) -> Settle:
+        """One option or one entry of a parameter's state. A 0-d tensor and a number stand for each other."""
+        filler = self._intake.filler
+        if isinstance(live, torch.Tensor):
+            if isinstance(node, (int, float)) and live.ndim == 0:
+                return partial(_fill_number, live, node)
+            filler.fill(node, live, address)
+            return keep(live)
+        if type(live) in (int, float) and isinstance(node, TensorMark) and filler.shape_of(node) == ():
+            return partial(_take_number, type(live), filler.make(node, new_tensor=new_tensor))
+        if holds(live, is_tensor) and self._fits(live, node):
+            return load_container(live, node, address, visit=partial(self._visit_slot, new_tensor), intake=self._intake)
+        return filler.make(node, new_tensor=new_tensor)
+
+    def _visit_slot(self, new_tensor: NewTensor, live: Any, node: object, address: str) -> Settle:
+        return self._load_slot(live, node, address, new_tensor=new_tensor)
+
+    def _fits(self, live: Any, node: object) -> bool:
+        """Whether nested state has the stored structure, so that it can be filled; if not, it is made anew."""
+        if isinstance(live, torch.Tensor):
+            return self._intake.filler.fits(node, live)
+        if not is_container(live):
+            return not collect_marks(node)
+        if type(node) is not type(live) or list_components(node, address="") != list_components(live, address=""):
+            return False
+        pairs = zip(list_items(live), list_items(node), strict=True)
+        return all(self._fits(item, child) for (_, item), (_, child) in pairs)
+
+    def load_other(self, optimizer: torch.optim.Optimizer) -> None:
+        """State that belongs to no parameter is replaced, entry by entry."""
+        state: dict[Any, Any] = optimizer.state
+        for key, node in self._stored.other.items():
+            at = join_address(self._address, "other", component(key))
+            if self._findings.selection.takes_whole(at):
+                settle = self._load_slot(state.get(key), node, at, new_tensor=_make_on(()))
+                self._intake.later(Phase.OPTIMIZERS, partial(_set_item, state, key, settle))
+
+    def refuse_surplus(self, names: set[str]) -> None:
+        """Record stored parameters that no live optimizer has."""
+        for name in sorted({*self._group_of, *self._stored.state} - names):
+            at = join_address(self._address, "state", component(name))
+            if self._findings.selection.takes_whole(at):
+                self._findings.surprise(at)
+
+
+_ABSENT = object()
+
+
+def _compare_options(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    keys = sorted((one.keys() | other.keys()) - IMPLEMENTATION_OPTIONS)
+    return [key for key in keys if one.get(key, _ABSENT) != other.get(key, _ABSENT)]
+
+
+def _set_item(target: Any, key: object, settle: Settle) -> None:
+    value = settle()
+    if value is not _ABSENT:
+        target[key] = value
+
+
+def _settle_entry(live: dict[object, Any] | None, slots: Mapping[object, Settle], *, is_whole: bool) -> object:
+    """The entry of one parameter; one that was absent stays so if nothing of it is selected."""
+    if live is None and not slots and not is_whole:
+        return _ABSENT
+    entry = {} if live is None else live
+    entry.update({key: settle() for key, settle in slots.items()})
+    return entry
+
+
+def _fill_number(live: torch.Tensor, number: float) -> torch.Tensor:
+    live.detach().fill_(number)
+    return live
+
+
+def _take_number(kind: type, make: Make) -> Any:
+    return kind(make().item())
+
+
+def _make_on(params: Sequence[torch.Tensor]) -> NewTensor:
+    """Tensors that belong to a group lie on the device of its parameters, 0-d ones on the CPU."""
+    device = params[0].device if params else torch.device("cpu")
+
+    def make(mark: TensorMark, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        del mark
+        return torch.empty(shape, dtype=dtype, device=device if shape else "cpu")
+
+    return make
+
+
+def _make_like(param: torch.Tensor, group: LiveGroup) -> NewTensor:
+    """New state of a parameter: laid out as the parameter where shapes are equal, counters where the optimizer wants them."""
+    on_device = group.options.get("capturable") or group.options.get("fused")
+
+    def make(mark: TensorMark, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        is_step = shape == () and mark.address.endswith("/step")
+        if shape == tuple(param.shape) and not is_step:
+            return torch.empty_like(param.detach(), dtype=dtype)
+        is_counter = shape == () and not on_device
+        return torch.empty(shape, dtype=dtype, device="cpu" if is_counter else param.device)
+
+    return make

@@ -1,0 +1,182 @@
+"""Plans a load: pairs the live app state with the stored trees, checks everything, and says what to fill and what to do then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from anyshard.adapters.fills import Fills
+from anyshard.adapters.findings import Findings
+from anyshard.adapters.intake import Action, Intake, Phase, Settle, keep
+from anyshard.adapters.module_load import load_modules
+from anyshard.adapters.nested import describe_node, is_tensor, load_container, load_value
+from anyshard.adapters.optimizer_load import load_optimizers
+from anyshard.adapters.recognise import Kind, holds, parts_of, recognise, unwrap
+from anyshard.adapters.survey import Survey, survey
+from anyshard.adapters.tensors import synchronise
+from anyshard.errors import InvalidAppState, StateMismatch
+from anyshard.options import LoadOptions
+from anyshard.records.addresses import component, show
+from anyshard.records.captured import Stored
+from anyshard.records.handles import Destination
+from anyshard.records.tables import ShardTable
+from anyshard.records.values import ValueRegistry
+
+_HINT = (
+    "strict=False leaves missing addresses alone and passes over unexpected ones; only= and exclude= choose addresses; shapes "
+    "must agree, dtypes unless cast=True."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTarget:
+    """What a load wants, where it goes, and what is left to do after the fill.
+
+    `wanted` has stored addresses with aliases resolved; its rows may repeat a tensor. `destinations` and `names` (the live
+    address) are parallel to its rows. `ties` are pairs of stored addresses that feed one live tensor: their bytes must be
+    compared before the fill. The rest is for the report.
+    """
+
+    wanted: ShardTable
+    destinations: tuple[Destination, ...]
+    ties: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    not_asked_for: tuple[str, ...]
+    replaced_values: tuple[str, ...]
+    created: tuple[str, ...]
+    warnings: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    actions: tuple[Action, ...]
+
+    def apply(self) -> None:
+        """Make all changes that are not fills: hooks, optimizer state, values, statefuls. Call it once, after the fill."""
+        _finish_copies(self.tensors)
+        for action in self.actions:
+            action()
+
+
+def _finish_copies(tensors: tuple[torch.Tensor, ...]) -> None:
+    synchronise(tensor.device for tensor in tensors)
+    # Bytes that came in through NumPy have not been counted; autograd must see that saved tensors changed.
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def plan_load(
+    app_state: Mapping[str, object], stored: Stored, *, options: LoadOptions, registry: ValueRegistry, checkpoint: str
+) -> LoadTarget:
+    """Plan how to load `stored` into `app_state`; nothing of the app state has changed when it returns or raises.
+
+    `checkpoint` is what the checkpoint is called in messages. Raises `StateMismatch` with all differences, and
+    `InvalidAppState` for an app state that cannot be loaded into.
+    """
+    loader = _Loader(app_state, survey(app_state, registry), Intake(stored, options))
+    for name, live in app_state.items():
+        loader.load_section(name, live, stored)
+    findings = loader.intake.findings
+    fills = loader.intake.filler.finish()
+    findings.check_matches(tuple(component(name) for name in app_state))
+    if findings.differences:
+        raise StateMismatch(checkpoint, tuple(findings.differences), _HINT)
+    not_asked_for = tuple(name for name in stored.list_sections() if name not in app_state)
+    return _make_target(fills, findings, not_asked_for, loader.intake.list_actions())
+
+
+def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...], actions: tuple[Action, ...]) -> LoadTarget:
+    return LoadTarget(
+        wanted=fills.wanted,
+        destinations=fills.destinations,
+        ties=fills.ties,
+        names=fills.names,
+        missing=tuple(findings.missing),
+        unexpected=tuple(findings.unexpected),
+        not_asked_for=not_asked_for,
+        replaced_values=tuple(findings.replaced_values),
+        created=tuple(findings.created),
+        warnings=tuple(findings.warnings),
+        tensors=fills.tensors,
+        actions=actions,
+    )
+
+
+@final
+class _Loader:
+    def __init__(self, app_state: Mapping[str, object], surveyed: Survey, intake: Intake) -> None:
+        self._app_state = app_state
+        self._survey = surveyed
+        self.intake = intake
+
+    def load_section(self, name: str, live: object, stored: Stored) -> None:
+        """Plan one top-level name."""
+        address = component(name)
+        if name in stored.trees:
+            self._check_replaceable(live, stored.trees[name], address)
+            settle = self.visit(live, stored.trees[name], address)
+            self.intake.later(Phase.VALUES, partial(self._settle_section, name, live, settle))
+        elif self.intake.findings.selection.takes_whole(address):
+            held = ", ".join(map(show, stored.list_sections())) or "nothing"
+            found = f"{show(name)} not stored (stored: {held})"
+            self.intake.findings.miss(address, expected="a section of this name", found=found)
+
+    def visit(self, live: object, node: object, address: str) -> Settle:
+        """Plan one node of the app state; what it returns gives what stands there after the load."""
+        inner = unwrap(live)
+        match recognise(inner, self._survey.registry, address):
+            case Kind.MODULES:
+                load_modules(self._survey.views[address], node, address, self.intake)
+            case Kind.OPTIMIZERS:
+                load_optimizers(parts_of(inner), node, address, names=self._survey.names, intake=self.intake)
+            case Kind.STATEFUL:
+                self._load_stateful(inner, node, address)
+            case Kind.TENSOR:
+                self.intake.filler.fill(node, inner, address)
+            case Kind.GENERATOR:
+                self._load_generator(inner, node, address)
+            case Kind.CONTAINER if self._survey.holds_objects(inner) or holds(inner, _keeps_identity):
+                return load_container(inner, node, address, visit=self.visit, intake=self.intake)
+            case _:
+                return load_value(inner, node, address, self.intake)
+        return keep(live)
+
+    def _load_stateful(self, live: Any, node: object, address: str) -> None:
+        # Its state_dict() is never asked for: that may start workers or move random state.
+        if self.intake.findings.selection.takes_whole(address):
+            make = self.intake.take_whole(node, address)
+            self.intake.later(Phase.STATEFULS, lambda: live.load_state_dict(make()))
+
+    def _load_generator(self, live: torch.Generator, node: object, address: str) -> None:
+        if not self.intake.findings.selection.takes_whole(address):
+            return
+        if not isinstance(node, torch.Generator) or node.device.type != live.device.type:
+            self.intake.findings.refuse(address, expected=f"a random generator of {live.device.type}", found=describe_node(node))
+            return
+        self.intake.findings.match(address)
+        self.intake.later(Phase.RANDOM, lambda: _set_generator(live, node))
+
+    def _check_replaceable(self, live: object, node: object, address: str) -> None:
+        kind = recognise(unwrap(live), self._survey.registry, address)
+        may_be_new = kind is Kind.VALUE or (kind is Kind.CONTAINER and (isinstance(live, tuple) or type(live) is not type(node)))
+        if may_be_new and not isinstance(self._app_state, MutableMapping):
+            raise InvalidAppState(
+                f"{show(address)}: expected an app state in which values can be replaced (a dict), found "
+                f"{type(self._app_state).__name__}; pass a dict"
+            )
+
+    def _settle_section(self, name: str, live: object, settle: Settle) -> None:
+        new = settle()
+        if new is not live and new is not unwrap(live) and isinstance(self._app_state, MutableMapping):
+            self._app_state[name] = new
+
+
+def _set_generator(live: torch.Generator, stored: torch.Generator) -> None:
+    live.set_state(stored.get_state())
+
+
+def _keeps_identity(value: object) -> bool:
+    return is_tensor(value) or isinstance(value, torch.Generator)
