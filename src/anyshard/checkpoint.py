@@ -1,0 +1,218 @@
+"""A committed checkpoint, open for reading: resolved, its records checked, its blobs opened section by section.
+
+The way of every load up to the app state, and the whole of `anyshard.open`: it needs neither torch nor a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anyshard.commit.resolve import Resolved, check_complete, resolve
+from anyshard.engine.blocks import BlockPool
+from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
+from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
+from anyshard.planning.reads import plan_reads
+from anyshard.records.addresses import component, join_address, section_of, show, split_address
+from anyshard.records.checks import check_slots
+from anyshard.records.digests import check_digest
+from anyshard.records.dtypes import find_dtype
+from anyshard.records.handles import BITS_DTYPES, ArrayDestination
+from anyshard.records.index import decode_index
+from anyshard.records.load_plan import BlobLayout, LoadPlan, ReadLimits
+from anyshard.records.manifest import Manifest
+from anyshard.records.section_values import decode_section
+from anyshard.records.tables import Index, ShardTable, one_shard
+from anyshard.records.tail import CELL_NBYTES
+from anyshard.records.values import ValueRegistry
+from anyshard.storage.protocol import Store
+from anyshard.stored_tensor import StoredTensor
+
+_MAX_GAP_NBYTES = CELL_NBYTES
+_MIN_DIRECT_NBYTES = 4 * CELL_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingMeans:
+    """What reading needs besides a store: the engine's job and blocks, and the types that values may have."""
+
+    job: ReadJob
+    pool: BlockPool
+    registry: ValueRegistry
+
+
+class Checkpoint:
+    """One committed checkpoint. Everything read from it was verified against its manifest's digests.
+
+    `checkpoint["model/layers.0.weight"]` is a `StoredTensor` (sliced, it gives a NumPy array), any other address the plain value
+    there. The records are read when it is opened, blobs when a section is first touched; these stay readable until it is closed,
+    even if the step is saved over meanwhile. Use it as a context manager, or let it go.
+    """
+
+    def __init__(self, store: Store, resolved: Resolved, index: Index, *, means: ReadingMeans) -> None:
+        self._store = store
+        self._resolved = resolved
+        self._index = index
+        self._means = means
+        self._stack = ExitStack()
+        self._opened: dict[str, OpenBlobs] = {}
+        self._trees: dict[str, object] = {}
+        self._rows = {address: row for row, address in enumerate(index.shards.tensors.addresses)}
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._store.url
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its commit record."""
+        return self._resolved.manifest
+
+    @property
+    def step(self) -> int | None:
+        """The training step it was saved at, if it has one."""
+        return self.manifest.step
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The top-level names it holds."""
+        return self.manifest.sections
+
+    @property
+    def user(self) -> Mapping[str, Any]:
+        """What the saver put into `SaveOptions.user`."""
+        return self.manifest.user
+
+    @property
+    def index(self) -> Index:
+        """What is where."""
+        return self._index
+
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of all tensors, tied names included, sorted by their bytes."""
+        return self._index.shards.tensors.addresses
+
+    def __contains__(self, address: object) -> bool:
+        return isinstance(address, str) and address in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.addresses())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, address: str) -> Any:
+        """The tensor or value at `address`; `KeyError` if there is none."""
+        if address in self._rows:
+            return StoredTensor(self.index.shards.tensors, self._rows[address], read_bits=self._read_bits)
+        parts = split_address(address)
+        if parts[0] not in self.sections:
+            raise KeyError(f"{show(address)}: not in {self.url}, which holds {', '.join(self.sections)}")
+        value: object = self.values(parts[0])
+        for depth, part in enumerate(parts[1:], start=1):
+            value = _descend(value, part, within=join_address(*parts[:depth]), sought=address)
+        return value
+
+    def values(self, section: str) -> Any:
+        """The whole value tree of a section, with a `TensorMark` where a tensor is."""
+        if section not in self.sections:
+            raise KeyError(f"{show(section)}: not in {self.url}, which holds {', '.join(self.sections)}")
+        if section not in self._trees:
+            self._trees[section] = self.read_tree(self._blobs(section), section)
+        return self._trees[section]
+
+    def open_sections(self, sections: Sequence[str]) -> OpenBlobs:
+        """Open and check all blobs of these sections, until the checkpoint is closed."""
+        chosen = [blob for blob, entry in enumerate(self.manifest.blobs) if entry.section in sections]
+        opening = open_blobs(self._store, self.manifest, blobs=chosen, job=self._means.job, pool=self._means.pool)
+        try:
+            blobs = self._stack.enter_context(opening)
+        except CheckpointDamaged:
+            self._explain_missing()
+            raise
+        check_slots(self._index, blobs.tails, files=[blob.name for blob in self.manifest.blobs])
+        return blobs
+
+    def read_tree(self, blobs: OpenBlobs, section: str) -> object:
+        """The decoded values of one section, whose blobs are open."""
+        file = f"values of section {show(section)}"
+        return decode_section(blobs.read_values(section), registry=self._means.registry, file=file)
+
+    def plan(self, wanted: ShardTable, blobs: OpenBlobs) -> LoadPlan:
+        """Which bytes fill the wanted shards; what no stored shard covers makes the checkpoint damaged."""
+        block_nbytes = self._means.pool.block_nbytes
+        limits = ReadLimits(block_nbytes, _MAX_GAP_NBYTES if block_nbytes > _MAX_GAP_NBYTES else 0, _MIN_DIRECT_NBYTES)
+        layouts = {blob: BlobLayout.of(tail) for blob, tail in blobs.tails.items()}
+        plan = plan_reads(wanted, self._index, layouts, limits=limits)
+        if plan.uncovered:
+            raise CheckpointDamaged(
+                f"{self.url}: {len(plan.uncovered)} wanted region(s) are in no blob, first {plan.uncovered[0]}", file=self.url
+            )
+        return plan
+
+    def close(self) -> None:
+        """Close all blobs; what was read stays valid."""
+        self._opened.clear()
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.url} step {self.step} with {', '.join(self.sections)}>"
+
+    def _blobs(self, section: str) -> OpenBlobs:
+        if section not in self._opened:
+            self._opened[section] = self.open_sections([section])
+        return self._opened[section]
+
+    def _read_bits(self, row: int, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> NDArray[Any]:
+        tensors = self._index.shards.tensors
+        bits = np.empty(lengths, dtype=BITS_DTYPES[find_dtype(tensors.dtypes[row]).itemsize])
+        if bits.size:
+            blobs = self._blobs(section_of(tensors.addresses[row]))
+            blobs.fill(self.plan(one_shard(tensors, row, offsets, lengths), blobs), [ArrayDestination(bits)])
+        return bits
+
+    def _explain_missing(self) -> None:
+        # A blob that is not there was either removed by a newer generation's save, or never copied here.
+        now = resolve(self._store)
+        if now.digest != self._resolved.digest:
+            raise CheckpointReplaced(f"{self.url}: it was saved over while it was being read; open it again")
+        check_complete(self._store, now.manifest, now.listing)
+
+
+def open_checkpoint(store: Store, *, means: ReadingMeans) -> Checkpoint:
+    """Resolve the store's checkpoint and read its records. One read of the manifest decides what everything else must be."""
+    resolved = resolve(store)
+    entry = resolved.manifest.index
+    if entry is None:
+        raise CheckpointDamaged(f"{store.url}: its manifest names no index", file=store.url)
+    try:
+        data = store.read(entry.name, max_nbytes=entry.nbytes)
+    except (BlobNotFound, LimitExceeded):
+        check_complete(store, resolved.manifest, resolved.listing)
+        raise
+    check_digest(data, entry.digest, file=entry.name)
+    index = decode_index(data, max_rows=resolved.manifest.num_rows, file=entry.name)
+    return Checkpoint(store, resolved, index, means=means)
+
+
+def _descend(value: object, part: str, *, within: str, sought: str) -> object:
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if component(key, within=within) == part:
+                return member
+    elif isinstance(value, (list, tuple)) and part.isdecimal() and int(part) < len(value):
+        return value[int(part)]
+    raise KeyError(f"{show(sought)}: nothing is there below {show(within)}")

@@ -1,0 +1,109 @@
+"""The checkpointer of one process: keeps what is dear to make (warm blocks, open sinks) and starts operations with it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
+from anyshard.engine.blocks import BlockPool
+from anyshard.engine.read import ReadJob
+from anyshard.errors import CheckpointReplaced
+from anyshard.monitor.events import Emitter, Sink
+from anyshard.monitor.sinks import JsonLinesSink
+from anyshard.operation import Operation
+from anyshard.options import LoadOptions, SaveOptions
+from anyshard.records.manifest import Parent
+from anyshard.records.values import ValueRegistry
+from anyshard.reports import LoadReport, SaveReport
+from anyshard.storage.protocol import Store
+from anyshard.storage.resolve import open_store
+
+
+class Checkpointer:
+    """Saves, loads and opens checkpoints; may be used from several threads, each call on its own."""
+
+    def __init__(self, *, registry: ValueRegistry) -> None:
+        self._registry = registry
+        path = os.environ.get("ANYSHARD_EVENTS")
+        self._sinks: tuple[Sink, ...] = (JsonLinesSink(path),) if path else ()
+        self._pools: dict[tuple[int, int], BlockPool] = {}
+        self._lock = threading.Lock()
+        self._parent: Parent | None = None
+
+    def save(  # noqa: PLR0913 - what the public verb takes
+        self,
+        place: str | os.PathLike[str] | Store,
+        app_state: Mapping[str, object],
+        *,
+        step: int | None,
+        overwrite: bool,
+        options: SaveOptions,
+        sinks: Sequence[Sink],
+    ) -> SaveReport:
+        """See `anyshard.save`."""
+        # Saving and loading need torch, opening does not: hence imports where they are used.
+        from anyshard.adapters.values import torch_types
+        from anyshard.adapters.world import check_single_process
+        from anyshard.saving import SaveIntent, SaveOperation, find_step
+
+        check_single_process()
+        with self._operating("save", place, sinks) as operation:
+            intent = SaveIntent(find_step(operation.store, step), overwrite, options, self._parent)
+            pool = self._pool(options.byte_budget, options.block_nbytes)
+            registry = self._registry.extended(torch_types())
+            return SaveOperation(operation, intent, pool=pool, registry=registry).run(app_state)
+
+    def load(
+        self,
+        place: str | os.PathLike[str] | Store,
+        app_state: Mapping[str, object],
+        *,
+        options: LoadOptions,
+        sinks: Sequence[Sink],
+    ) -> LoadReport:
+        """See `anyshard.load`."""
+        from anyshard.adapters.world import check_single_process
+
+        check_single_process()
+        with self._operating("load", place, sinks) as operation:
+            try:
+                return self._load(operation, app_state, options)
+            except CheckpointReplaced:  # saved over while its blobs were being opened: nothing has changed yet
+                return self._load(operation, app_state, options)
+
+    def _load(self, operation: Operation, app_state: Mapping[str, object], options: LoadOptions) -> LoadReport:
+        from anyshard.adapters.values import torch_types
+        from anyshard.loading import LoadOperation
+
+        registry = self._registry.extended(torch_types())
+        with open_checkpoint(operation.store, means=self._means(options, operation.events, registry)) as checkpoint:
+            report = LoadOperation(operation, checkpoint, options, registry=registry).run(app_state)
+        manifest = checkpoint.manifest
+        self._parent = Parent(manifest.run_id, manifest.step, manifest.attempt)
+        return report
+
+    def open(self, place: str | os.PathLike[str] | Store) -> Checkpoint:
+        """See `anyshard.open`."""
+        with self._operating("open", place, ()) as operation:
+            return open_checkpoint(operation.store, means=self._means(LoadOptions(), operation.events, self._registry))
+
+    @contextmanager
+    def _operating(self, kind: str, place: str | os.PathLike[str] | Store, sinks: Sequence[Sink]) -> Iterator[Operation]:
+        events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=0)
+        store = open_store(place, events=events)
+        with events.span(kind, file=store.url):
+            yield Operation(store, events)
+
+    def _means(self, options: LoadOptions, events: Emitter, registry: ValueRegistry) -> ReadingMeans:
+        return ReadingMeans(ReadJob(options.threads, events), self._pool(options.byte_budget, options.block_nbytes), registry)
+
+    def _pool(self, byte_budget: int, block_nbytes: int) -> BlockPool:
+        with self._lock:
+            key = (byte_budget, block_nbytes)
+            if key not in self._pools:
+                self._pools[key] = BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)
+            return self._pools[key]

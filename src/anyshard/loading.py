@@ -1,0 +1,124 @@
+"""The road of a load: commit (resolve) -> engine (records) -> adapters -> planning -> engine (fill) -> adapters (apply).
+
+Up to the fill nothing of the app state has changed, and every error says so. From there on an error is `LoadInterrupted`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from anyshard.adapters.target import LoadTarget, plan_load
+from anyshard.checkpoint import Checkpoint
+from anyshard.engine.read import OpenBlobs
+from anyshard.errors import Difference, LoadInterrupted, Mismatch, StateMismatch
+from anyshard.operation import Operation
+from anyshard.options import LoadOptions
+from anyshard.records.addresses import show
+from anyshard.records.captured import Stored
+from anyshard.records.load_plan import LoadPlan
+from anyshard.records.values import ValueRegistry
+from anyshard.reports import LoadReport
+from anyshard.stored_tensor import StoredTensor
+
+_COMPARED_NBYTES = 1 << 24  # of each of two tied tensors at a time
+_SHOWN = 8
+
+
+class LoadOperation:
+    """One load of an open checkpoint into an app state."""
+
+    def __init__(self, operation: Operation, checkpoint: Checkpoint, options: LoadOptions, *, registry: ValueRegistry) -> None:
+        self._operation = operation
+        self._checkpoint = checkpoint
+        self._options = options
+        self._registry = registry
+
+    def run(self, app_state: Mapping[str, object]) -> LoadReport:
+        """Check everything, then fill the tensors, then set the values and run the hooks."""
+        events, checkpoint = self._operation.events, self._checkpoint
+        sections = [section for section in checkpoint.sections if section in app_state]
+        with events.span("load.records"):
+            blobs = checkpoint.open_sections(sections)
+            trees = {section: checkpoint.read_tree(blobs, section) for section in sections}
+        with events.span("load.adapt"):
+            target = self._make_target(app_state, trees)
+        with events.span("load.plan"):
+            plan = checkpoint.plan(target.wanted, blobs)
+        self._check_first(target, plan, blobs)
+        with self._interrupting(target):
+            with events.span("load.fill", nbytes=plan.read_nbytes):
+                blobs.fill(plan, target.destinations)
+            with events.span("load.apply"):
+                target.apply()
+        return self._report(target, plan)
+
+    def _make_target(self, app_state: Mapping[str, object], trees: Mapping[str, object]) -> LoadTarget:
+        stored = Stored(self._checkpoint.index.shards.tensors, trees, self._checkpoint.sections)
+        return plan_load(app_state, stored, options=self._options, registry=self._registry, checkpoint=self._checkpoint.url)
+
+    def _check_first(self, target: LoadTarget, plan: LoadPlan, blobs: OpenBlobs) -> None:
+        if target.ties:
+            with self._operation.events.span("load.compare_ties"):
+                self._compare_ties(target)
+        if self._options.verify == "first":
+            with self._operation.events.span("load.verify", nbytes=plan.read_nbytes):
+                blobs.verify(plan)
+
+    def _compare_ties(self, target: LoadTarget) -> None:
+        unequal = tuple(
+            Difference(Mismatch.TIE, a, "one live tensor is tied to both names, so equal bytes", f"other bytes in {show(b)}")
+            for a, b in target.ties
+            if not _are_equal(self._checkpoint[a], self._checkpoint[b])
+        )
+        if unequal:
+            hint = "Load into a model whose tensors are not tied, or exclude one of the names."
+            raise StateMismatch(self._checkpoint.url, unequal, hint)
+
+    @contextmanager
+    def _interrupting(self, target: LoadTarget) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            names = target.names
+            shown = ", ".join(map(show, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            raise LoadInterrupted(
+                f"{self._checkpoint.url}: the load failed after it had begun to fill the app state, which is undefined now "
+                f"({shown}). Load a checkpoint in full before you use it. Cause: {error}",
+                addresses=names,
+            ) from error
+
+    def _report(self, target: LoadTarget, plan: LoadPlan) -> LoadReport:
+        manifest = self._checkpoint.manifest
+        return LoadReport(
+            url=self._checkpoint.url,
+            step=manifest.step,
+            generation=manifest.generation,
+            attempt=manifest.attempt,
+            num_tensors=len(target.destinations),
+            nbytes=int((plan.items.lengths.prod(axis=1) * plan.items.itemsize).sum()),
+            read_nbytes=plan.read_nbytes,
+            duration_s=self._operation.duration_s,
+            missing=target.missing,
+            unexpected=target.unexpected,
+            not_asked_for=target.not_asked_for,
+            replaced_values=target.replaced_values,
+            created=target.created,
+            warnings=target.warnings,
+        )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two stored tensors of one shape have the same bytes; read in parts, along the first dim."""
+    if not one.shape:
+        return bool((one.bits() == other.bits()).all())
+    row_nbytes = max(1, int(np.prod(one.shape[1:])) * 16)
+    rows = max(1, _COMPARED_NBYTES // row_nbytes)
+    for first in range(0, one.shape[0], rows):
+        offsets = (first, *(0 for _ in one.shape[1:]))
+        lengths = (min(rows, one.shape[0] - first), *one.shape[1:])
+        if one.bits(offsets, lengths).tobytes() != other.bits(offsets, lengths).tobytes():
+            return False
+    return True

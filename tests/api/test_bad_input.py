@@ -1,0 +1,165 @@
+"""Whatever the user gets wrong is a typed error that says what to do, and nothing was changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import anyshard
+from anyshard.storage.memory import MemoryStore
+
+
+def state(fill: float = 1.0) -> dict[str, Any]:
+    return {"model": {"w": torch.full((4, 4), fill)}, "step": 3}
+
+
+def test_path_that_is_a_file(tmp_path: Path) -> None:
+    """A file where the directory should be is InvalidPath, and keeps its content."""
+    (tmp_path / "a").write_text("mine")
+    with pytest.raises(anyshard.InvalidPath):
+        anyshard.save(tmp_path / "a", state())
+    with pytest.raises(anyshard.InvalidPath):
+        anyshard.load(tmp_path / "a", state())
+    assert "mine" == (tmp_path / "a").read_text()
+
+
+def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
+    """Saving into and loading from somebody else's directory is NotACheckpoint."""
+    (tmp_path / "model.safetensors").write_bytes(b"theirs")
+    for verb in (anyshard.save, anyshard.load):
+        with pytest.raises(anyshard.NotACheckpoint, match="safetensors"):
+            verb(tmp_path, state())
+    assert ["model.safetensors"] == os.listdir(tmp_path)
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """A place where nothing is, is CheckpointNotFound, which is a FileNotFoundError; nothing is made there."""
+    with pytest.raises(FileNotFoundError, match="no checkpoint"):
+        anyshard.load(tmp_path / "a", state())
+    assert [] == os.listdir(tmp_path)
+
+
+def test_existing_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Saving over a checkpoint needs overwrite=True; without it nothing changes."""
+    anyshard.save(tmp_path / "a", state(1.0))
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        anyshard.save(tmp_path / "a", state(2.0))
+    assert 1.0 == anyshard.open(tmp_path / "a")["model/w"][0, 0]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: None, torch.zeros(2, device="meta"), torch.zeros(2, 2).to_sparse(), [torch.zeros(1), object()]],
+    ids=["object", "function", "meta", "sparse", "nested"],
+)
+def test_unsupported_value_writes_nothing(value: object, tmp_path: Path) -> None:
+    """A value that cannot be saved is named by its address before anything is written."""
+    with pytest.raises(anyshard.AnyshardError, match="extra/thing"):
+        anyshard.save(tmp_path / "a", {**state(), "extra": {"thing": value, "t": torch.zeros(1)}})
+    assert [] == os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "app_state", [[], {}, {"": 1}, {3: torch.zeros(1)}, None], ids=["list", "empty", "no name", "int name", "none"]
+)
+def test_app_state_of_another_kind(app_state: Any) -> None:
+    """An app state is a mapping from names to something; an empty one saves, the rest is refused before anything is written."""
+    store = MemoryStore()
+    if app_state == {}:
+        anyshard.save(store, app_state)
+        assert () == anyshard.open(store).sections
+        return
+    with pytest.raises(anyshard.AnyshardError):
+        anyshard.save(store, app_state)
+    assert {} == store.snapshot()
+
+
+@pytest.mark.parametrize("user", [{"loss": float("nan")}, {"x": object()}, {1: 2}, {"t": (1, 2)}])
+def test_user_metadata_that_is_not_json(user: Any) -> None:
+    """User metadata that JSON cannot hold is refused before anything is written."""
+    store = MemoryStore()
+    with pytest.raises(anyshard.AnyshardError, match="user"):
+        anyshard.save(store, state(), options=anyshard.SaveOptions(user=user))
+    assert {} == store.snapshot()
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
+def test_step_that_is_no_number(step: Any) -> None:
+    """A step is a whole number."""
+    with pytest.raises(anyshard.InvalidAppState, match="step"):
+        anyshard.save(MemoryStore(), state(), step=step)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("step_100", 100), ("global_step0007", 7), ("final", None), ("v2/last", None), ("0", 0), ("a1b", None)]
+)
+def test_step_of_the_path(name: str, expected: int | None, tmp_path: Path) -> None:
+    """Without a step the number at the end of the last component counts."""
+    assert expected == anyshard.save(tmp_path / name, state()).step
+
+
+def test_damage_found_before_the_fill_changes_nothing(tmp_path: Path) -> None:
+    """With verify="first" a damaged cell leaves every tensor as it was; without it the error says that it did not."""
+    anyshard.save(tmp_path / "a", {"model": {"w": torch.ones(2**18)}})
+    (blob,) = (tmp_path / "a" / "data" / "model").iterdir()
+    data = bytearray(blob.read_bytes())
+    data[5000] ^= 1
+    blob.write_bytes(data)
+    live = {"model": {"w": torch.full((2**18,), 5.0)}}
+    with pytest.raises(anyshard.CheckpointDamaged, match="model/w"):
+        anyshard.load(tmp_path / "a", live, verify="first")
+    assert torch.equal(torch.full((2**18,), 5.0), live["model"]["w"])
+    with pytest.raises(anyshard.LoadInterrupted, match="model/w") as caught:
+        anyshard.load(tmp_path / "a", live)
+    assert ("model/w",) == caught.value.addresses
+
+
+def test_differences_are_all_listed_and_nothing_changes(tmp_path: Path) -> None:
+    """Shape, dtype, missing and unexpected names are one error, found before anything changes."""
+    saved = {"m": {"shape": torch.ones(3), "dtype": torch.ones(3), "gone": torch.ones(1), "same": torch.ones(2)}, "n": 1}
+    anyshard.save(tmp_path / "a", saved)
+    live = {"m": {"shape": torch.zeros(4), "dtype": torch.zeros(3).half(), "new": torch.zeros(1), "same": torch.zeros(2)}, "n": 2}
+    with pytest.raises(anyshard.StateMismatch) as caught:
+        anyshard.load(tmp_path / "a", live)
+    assert {"m/shape", "m/dtype", "m/gone", "m/new"} == {difference.address for difference in caught.value.differences}
+    assert 0 == live["m"]["same"].sum()
+    assert 2 == live["n"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become nobody")
+def test_no_permission(tmp_path: Path) -> None:
+    """A directory that may not be written to is StorageDenied, which is a PermissionError."""
+    script = (
+        "import os, sys, torch, anyshard, anyshard.saving\n"
+        "anyshard.save(sys.argv[1] + '/warm', {'a': 1})\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "try: anyshard.save(sys.argv[1] + '/a', {'a': 1})\n"
+        "except PermissionError as error: print(type(error).__name__)\n"
+    )
+    os.chmod(tmp_path, 0o755)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True)
+    assert "StorageDenied\n" == done.stdout
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
+def test_disk_full(tmp_path: Path) -> None:
+    """A full disk is StorageFull before a byte is written; the older checkpoint stays."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount here")
+    try:
+        anyshard.save(disk / "a", state())
+        with pytest.raises(anyshard.StorageFull, match="free"):
+            anyshard.save(disk / "b", {"big": torch.zeros(4 * 2**20)})
+        assert 3 == anyshard.open(disk / "a")["step"]
+        assert not (disk / "b").exists() or [] == [path for path in (disk / "b").rglob("*") if path.is_file()]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,47 @@
+"""Writes the golden checkpoints of the current format version into `tests/golden/v1`; never run again over existing ones.
+
+python -m tests.golden.make
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import anyshard
+from tests.golden.contents import make_state
+from tests.golden.cut import save_cut
+
+HERE = Path(__file__).parent / "v1"
+
+
+def main() -> None:
+    """Write those that are not there yet."""
+    for name, make in GOLDENS.items():
+        if not (HERE / name).exists():
+            make(HERE / name)
+            sys.stdout.write(f"wrote {name}\n")
+
+
+def _plain(path: Path) -> None:
+    anyshard.save(path, make_state(), step=7, options=anyshard.SaveOptions(user={"loss": 0.5, "note": "golden"}))
+
+
+def _two_blobs(path: Path) -> None:
+    anyshard.save(path, make_state(), step=7, options=anyshard.SaveOptions(max_blob_nbytes=64 * 1024))
+
+
+def _overwritten(path: Path) -> None:
+    anyshard.save(path, make_state(seed=1), step=7)
+    anyshard.save(path, make_state(), step=8, overwrite=True)
+
+
+def _deleted(path: Path) -> None:
+    anyshard.save(path, {"step": 1}, step=7)
+    anyshard.ops.delete(path)
+
+
+GOLDENS = {"plain": _plain, "two_blobs": _two_blobs, "overwritten": _overwritten, "deleted": _deleted, "cut": save_cut}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Golden checkpoints of every past format version load for ever."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import anyshard
+from anyshard.records.values import TensorMark
+from tests.golden.contents import fill, make_state, make_values
+from tests.golden.cut import ADDRESS, whole
+
+HERE = Path(__file__).parent / "v1"
+WHOLE = ("plain", "two_blobs", "overwritten")
+
+
+def blank(state: object) -> object:
+    """The same structure with zeroed tensors and other values; ties stay ties."""
+    zeroed: dict[int, torch.Tensor] = {}
+
+    def visit(node: object) -> object:
+        if isinstance(node, torch.Tensor):
+            return zeroed.setdefault(id(node), torch.zeros_like(node))
+        if isinstance(node, np.ndarray):
+            return np.zeros_like(node)
+        if isinstance(node, dict):
+            return {key: visit(value) for key, value in node.items()}
+        return [visit(value) for value in node] if isinstance(node, list) else None
+
+    return visit(state)
+
+
+def leaves(node: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Paths and leaves of a nested state; tensors as (dtype, shape, bytes)."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from leaves(value, f"{path}/{key!r}")
+    elif isinstance(node, torch.Tensor):
+        data = node.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if node.numel() else b""
+        yield path, (str(node.dtype), tuple(node.shape), data)
+    elif isinstance(node, np.ndarray):
+        yield path, (str(node.dtype), node.shape, node.tobytes())
+    else:
+        yield path, (type(node), node)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_golden_loads(name: str) -> None:
+    """Every tensor and value of a golden comes back, bytes and types."""
+    state = blank(make_state())
+    report = anyshard.load(HERE / name, state)
+    assert list(leaves(make_state())) == list(leaves(state))
+    assert (8 if name == "overwritten" else 7) == report.step
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_golden_opens(name: str) -> None:
+    """Offline, tensors and values read the same."""
+    with anyshard.open(HERE / name) as checkpoint:
+        assert np.array_equal(
+            fill((300, 257), "float32", 6).numpy()[7:9, ::50], checkpoint["tensors/large"][7:9, ::50], equal_nan=True
+        )
+        assert list(leaves(make_values())) == list(leaves(checkpoint.values("values")))
+        assert "tensors/aa_tied" == checkpoint["tensors/weight"].tied_to
+
+
+def test_cut_golden_opens() -> None:
+    """A tensor cut into boxes over two ranks reads as one."""
+    checkpoint = anyshard.open(HERE / "cut")
+    assert np.array_equal(whole(), checkpoint[ADDRESS].numpy())
+    assert np.array_equal(whole()[2:8, 2:5], checkpoint[ADDRESS][2:8, 2:5])
+    assert {"weight": TensorMark(ADDRESS, "tensor")} == checkpoint.values("model")
+
+
+def test_deleted_golden_is_not_found() -> None:
+    """A deleted step is reported as such."""
+    with pytest.raises(anyshard.CheckpointNotFound, match="deleted"):
+        anyshard.open(HERE / "deleted")
+
+
+def test_higher_version_is_refused(tmp_path: Path) -> None:
+    """B139: a checkpoint that claims version 99 says which release is needed."""
+    shutil.copytree(HERE / "cut", tmp_path / "cut")
+    manifest = tmp_path / "cut" / "manifest-1.json"
+    body = manifest.read_bytes().rsplit(b"\n", 2)[0].replace(b'"version":1', b'"version":99') + b"\n"
+    from anyshard.records.digests import digest_bytes
+
+    manifest.write_bytes(body + digest_bytes(body).encode() + b"\n")
+    with pytest.raises(anyshard.UnsupportedFormat, match="99"):
+        anyshard.open(tmp_path / "cut")

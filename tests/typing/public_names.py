@@ -1,0 +1,56 @@
+"""What a type checker must see of the public surface; checked by mypy strict, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, assert_type
+
+import anyshard
+
+
+def check_verbs(url: str, path: Path, app_state: dict[str, Any]) -> None:
+    """The verbs take strings, paths and live state, and return records."""
+    assert_type(anyshard.save(url, app_state), anyshard.SaveReport)
+    assert_type(anyshard.save(path, app_state, step=7, overwrite=True, options=anyshard.SaveOptions()), anyshard.SaveReport)
+    assert_type(anyshard.load(url, app_state, only=("model/**",), exclude=["optimizer/**"]), anyshard.LoadReport)
+    assert_type(anyshard.load(path, app_state, strict=False, cast=True, verify="first"), anyshard.LoadReport)
+    assert_type(anyshard.escape("a*b"), str)
+
+
+def check_checkpoint(url: str) -> None:
+    """An open checkpoint says what it holds; a leaf may be a tensor or any value."""
+    with anyshard.open(url) as checkpoint:
+        assert_type(checkpoint, anyshard.Checkpoint)
+        assert_type(checkpoint.step, int | None)
+        assert_type(checkpoint.addresses(), tuple[str, ...])
+        assert_type(checkpoint["model/weight"], Any)
+
+
+def check_misspelling() -> None:
+    """A name that is not there is an error before the program runs."""
+    anyshard.restore  # type: ignore[attr-defined]  # noqa: B018 - looking it up is the point
+
+
+class CountingSink:
+    """A sink is whatever has `emit`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def emit(self, event: anyshard.Event) -> None:
+        """Take one event."""
+        self.names.append(event.name)
+
+
+def check_sinks(url: str, app_state: Mapping[str, Any]) -> None:
+    """Sinks of ours and of the user's are taken alike."""
+    anyshard.save(url, app_state, sinks=[CountingSink(), anyshard.LoggingSink()])
+
+
+def check_errors(error: anyshard.StateMismatch) -> None:
+    """An error is the fitting built-in as well, and carries what it knows."""
+    assert_type(error.differences, tuple[anyshard.Difference, ...])
+    builtin: ValueError = error
+    assert_type(error.differences[0].kind, anyshard.Mismatch)
+    del builtin
