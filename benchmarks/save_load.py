@@ -1,0 +1,109 @@
+"""Durable save, cold load and warm load of one process, beside the raw disk and PyTorch DCP. One JSON line per result.
+
+    python benchmarks/save_load.py [--nbytes 2e9] [--repeats 5] [--root DIRECTORY]
+
+All cases take turns, so that a disk that changes its mind hits all of them. The references are the best of 1, 2 and 4 threads.
+DCP saves with fsync. The ceiling of every ratio to raw is 1: raw moves the same bytes and does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from measure import Case, RawDisk, best_of, drop_page_cache, fill_page_cache, report, time_cases
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+
+import anyshard
+
+THREADS = (1, 2, 4)
+NUM_TENSORS = 64
+
+
+def make_state(nbytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of equal size whose pages are all there."""
+    rows = nbytes // NUM_TENSORS // 4 // 1024
+    return {f"layers.{i}.weight": torch.full((rows, 1024), float(i + 1)) for i in range(NUM_TENSORS)}
+
+
+def save_with_dcp(state: dict[str, torch.Tensor], path: Path, num_threads: int) -> None:
+    """DCP's own durable save."""
+    dcp_save(state, storage_writer=FileSystemWriter(path, sync_files=True, thread_count=num_threads), no_dist=True)
+
+
+def load_with_dcp(state: dict[str, torch.Tensor], path: Path) -> None:
+    """DCP's own load, in place."""
+    dcp_load(state, storage_reader=FileSystemReader(path), no_dist=True)
+
+
+def fresh(path: Path) -> Callable[[], None]:
+    """Make a place empty and let the disk come to rest."""
+
+    def clear() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True) if path.is_file() else None
+        drop_page_cache(path.parent)
+
+    return clear
+
+
+def save_cases(root: Path, state: dict[str, torch.Tensor], raw: RawDisk) -> list[Case]:
+    """Raw writes, our save, DCP's saves. What they wrote last is what the load cases read."""
+    return [
+        *(Case(f"raw write, {n} threads", partial(raw.write, root / "raw", n), fresh(root / "raw")) for n in THREADS),
+        Case("anyshard save", lambda: anyshard.save(root / "ours", {"model": state}), fresh(root / "ours")),
+        *(Case(f"dcp save, {n} threads", partial(save_with_dcp, state, root / "dcp", n), fresh(root / "dcp")) for n in THREADS),
+    ]
+
+
+def load_cases(root: Path, state: dict[str, torch.Tensor], raw: RawDisk) -> list[Case]:
+    """Cold: raw reads, our load, DCP's load. Then both loads from the page cache."""
+    cold, ours, dcp = partial(drop_page_cache, root), partial(anyshard.load, root / "ours"), root / "dcp"
+    return [
+        *(Case(f"raw read, {n} threads", partial(raw.read, root / "raw", n), cold) for n in THREADS),
+        Case("anyshard load, cold", lambda: ours({"model": state}), cold),
+        Case("dcp load, cold", lambda: load_with_dcp(state, dcp), cold),
+        Case("anyshard load, warm", lambda: ours({"model": state}), partial(fill_page_cache, root / "ours")),
+        Case("dcp load, warm", lambda: load_with_dcp(state, dcp), partial(fill_page_cache, dcp)),
+    ]
+
+
+def main() -> None:
+    """Run everything in a new directory and remove it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nbytes", type=float, default=2e9)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go; its disk is what is measured")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP says so at every call; we know
+    state = make_state(int(options.nbytes))
+    nbytes = sum(tensor.nbytes for tensor in state.values())
+    raw = RawDisk(nbytes, max(THREADS))
+    with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory:
+        root = Path(directory)
+        seconds = time_cases([*save_cases(root, state, raw), *load_cases(root, state, raw)], repeats=options.repeats)
+    report_all(seconds, nbytes, scale=nbytes / raw.nbytes)
+
+
+def report_all(seconds: Mapping[str, list[float]], nbytes: int, *, scale: float) -> None:
+    """One line per case. `scale` makes the seconds of raw cases, which move whole blocks only, those of `nbytes`."""
+    references = {
+        "anyshard save": {"raw": scale * best_of(seconds, "raw write"), "dcp": best_of(seconds, "dcp save")},
+        "anyshard load, cold": {"raw": scale * best_of(seconds, "raw read"), "dcp": best_of(seconds, "dcp load, cold")},
+        "anyshard load, warm": {"dcp": best_of(seconds, "dcp load, warm")},
+    }
+    for name, values in seconds.items():
+        moved = nbytes / scale if name.startswith("raw") else nbytes
+        report(name, values, moved, **references.get(name, {}))
+
+
+if __name__ == "__main__":
+    main()
