@@ -18,9 +18,10 @@ import anyshard
 ROOT = Path(__file__).parents[1]
 
 ERRORS = """
-    AnyshardError BlobExists BlobNotFound CheckpointDamaged CheckpointExists CheckpointNotFound CheckpointReplaced CommitConflict
-    CommitOutcomeUnknown Difference InvalidAppState InvalidPath InvalidRegistration LimitExceeded LoadInterrupted Mismatch
-    NotACheckpoint StateMismatch StorageDenied StorageError StorageFull StorageStuck UnsupportedFormat UnsupportedValue
+    AnyshardError BlobExists BlobNotFound CheckpointDamaged CheckpointExists CheckpointNotFound CheckpointReplaced
+    CommitConflict CommitOutcomeUnknown Difference InvalidAppState InvalidOption InvalidPath InvalidRegistration
+    KeyValueStoreLost LimitExceeded LoadInterrupted Mismatch NotACheckpoint OperationFailed RankMissing StateMismatch
+    StorageDenied StorageError StorageFull StorageStuck StructureChanged UnsupportedFormat UnsupportedValue
 """
 VERBS = "save load open register_value escape"
 RECORDS = "Checkpoint SaveReport LoadReport SaveOptions LoadOptions Event Sink LoggingSink JsonLinesSink"

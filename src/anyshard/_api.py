@@ -86,6 +86,7 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
     Raises:
         CheckpointNotFound, NotACheckpoint, UnsupportedFormat: there is nothing that this release can load.
         CheckpointDamaged: a record or blob is not what was saved; nothing has changed.
+        CheckpointReplaced: it was saved over again and again while its files were being opened; nothing has changed.
         StateMismatch: checkpoint and app state differ; lists every difference; nothing has changed.
         LoadInterrupted: failed half-way; `app_state` must be loaded again before use.
     """
@@ -98,6 +99,12 @@ def open(place: str | os.PathLike[str] | Store) -> Checkpoint:  # noqa: A001 - a
     """Open the checkpoint at `place` for reading, without torch and without a job.
 
     `open(place)["model/layers.0.weight"][0:16]` reads just those rows, verified, as a NumPy array.
+
+    Raises:
+        CheckpointNotFound, NotACheckpoint, UnsupportedFormat: there is nothing that this release can read.
+        CheckpointDamaged: a record is not what was saved; reading what lies in a damaged blob raises it later.
+        CheckpointReplaced: it was saved over again and again meanwhile. A section that is first read when its files are gone
+            raises it too: open the checkpoint again.
     """
     return _checkpointer(os.getpid()).open(place)
 

@@ -20,7 +20,7 @@ from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
 from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
 from anyshard.planning.reads import plan_reads
 from anyshard.records.addresses import component, join_address, section_of, show, split_address
-from anyshard.records.checks import check_slots
+from anyshard.records.checks import check_marks, check_sections, check_slots
 from anyshard.records.digests import check_digest
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.handles import BITS_DTYPES, ArrayDestination
@@ -31,11 +31,11 @@ from anyshard.records.section_values import decode_section
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES
 from anyshard.records.values import ValueRegistry
+from anyshard.records.values_types import TensorMark
 from anyshard.storage.protocol import Store
 from anyshard.stored_tensor import StoredTensor
 
 _MAX_GAP_NBYTES = CELL_NBYTES
-_MIN_DIRECT_NBYTES = 4 * CELL_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,8 @@ class Checkpoint:
 
     `checkpoint["model/layers.0.weight"]` is a `StoredTensor` (sliced, it gives a NumPy array), any other address the plain value
     there. The records are read when it is opened, blobs when a section is first touched; these stay readable until it is closed,
-    even if the step is saved over meanwhile. Use it as a context manager, or let it go.
+    even if the step is saved over meanwhile. A section that is first touched when its files are gone is `CheckpointReplaced`
+    (saved over) or `CheckpointNotFound` (deleted). Use it as a context manager, or let it go.
     """
 
     def __init__(self, store: Store, resolved: Resolved, index: Index, *, means: ReadingMeans) -> None:
@@ -63,7 +64,6 @@ class Checkpoint:
         self._stack = ExitStack()
         self._opened: dict[str, OpenBlobs] = {}
         self._trees: dict[str, object] = {}
-        self._rows = {address: row for row, address in enumerate(index.shards.tensors.addresses)}
 
     @property
     def url(self) -> str:
@@ -100,25 +100,25 @@ class Checkpoint:
         return self._index.shards.tensors.addresses
 
     def __contains__(self, address: object) -> bool:
-        return isinstance(address, str) and address in self._rows
+        return isinstance(address, str) and address in self.index.shards.tensors.rows
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.addresses())
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.addresses())
 
     def __getitem__(self, address: str) -> Any:
         """The tensor or value at `address`; `KeyError` if there is none."""
-        if address in self._rows:
-            return StoredTensor(self.index.shards.tensors, self._rows[address], read_bits=self._read_bits)
-        parts = split_address(address)
-        if parts[0] not in self.sections:
+        if address in self:
+            return self._tensor(address)
+        if section_of(address) not in self.sections:
             raise KeyError(f"{show(address)}: not in {self.url}, which holds {', '.join(self.sections)}")
-        value: object = self.values(parts[0])
+        value: object = self.values(section_of(address))
+        parts = split_address(address)
         for depth, part in enumerate(parts[1:], start=1):
             value = _descend(value, part, within=join_address(*parts[:depth]), sought=address)
-        return value
+        return self._tensor(value.address) if isinstance(value, TensorMark) else value
 
     def values(self, section: str) -> Any:
         """The whole value tree of a section, with a `TensorMark` where a tensor is."""
@@ -135,7 +135,7 @@ class Checkpoint:
         try:
             blobs = self._stack.enter_context(opening)
         except CheckpointDamaged:
-            self._explain_missing()
+            _explain_missing(self._store, self._resolved)
             raise
         check_slots(self._index, blobs.tails, files=[blob.name for blob in self.manifest.blobs])
         return blobs
@@ -143,12 +143,14 @@ class Checkpoint:
     def read_tree(self, blobs: OpenBlobs, section: str) -> object:
         """The decoded values of one section, whose blobs are open."""
         file = f"values of section {show(section)}"
-        return decode_section(blobs.read_values(section), registry=self._means.registry, file=file)
+        tree = decode_section(blobs.read_values(section), registry=self._means.registry, file=file)
+        check_marks(tree, section, self.index, file=file)
+        return tree
 
     def plan(self, wanted: ShardTable, blobs: OpenBlobs) -> LoadPlan:
         """Which bytes fill the wanted shards; what no stored shard covers makes the checkpoint damaged."""
         block_nbytes = self._means.pool.block_nbytes
-        limits = ReadLimits(block_nbytes, _MAX_GAP_NBYTES if block_nbytes > _MAX_GAP_NBYTES else 0, _MIN_DIRECT_NBYTES)
+        limits = ReadLimits(block_nbytes, _MAX_GAP_NBYTES if block_nbytes > _MAX_GAP_NBYTES else 0)
         layouts = {blob: BlobLayout.of(tail) for blob, tail in blobs.tails.items()}
         plan = plan_reads(wanted, self._index, layouts, limits=limits)
         if plan.uncovered:
@@ -176,36 +178,57 @@ class Checkpoint:
             self._opened[section] = self.open_sections([section])
         return self._opened[section]
 
+    def _tensor(self, address: str) -> StoredTensor:
+        tensors = self.index.shards.tensors
+        return StoredTensor(tensors, tensors.rows[address], read_bits=self._read_bits)
+
     def _read_bits(self, row: int, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> NDArray[Any]:
         tensors = self._index.shards.tensors
-        bits = np.empty(lengths, dtype=BITS_DTYPES[find_dtype(tensors.dtypes[row]).itemsize])
-        if bits.size:
-            blobs = self._blobs(section_of(tensors.addresses[row]))
-            blobs.fill(self.plan(one_shard(tensors, row, offsets, lengths), blobs), [ArrayDestination(bits)])
+        dtype = BITS_DTYPES[find_dtype(tensors.dtypes[row]).itemsize]
+        if 0 in lengths:
+            return np.empty(lengths, dtype)
+        blobs = self._blobs(section_of(tensors.addresses[row]))
+        plan = self.plan(one_shard(tensors, row, offsets, lengths), blobs)
+        bits = np.empty(lengths, dtype)  # only now: a hostile index may claim any size, but the blobs hold what is planned
+        blobs.fill(plan, [ArrayDestination(bits)])
         return bits
-
-    def _explain_missing(self) -> None:
-        # A blob that is not there was either removed by a newer generation's save, or never copied here.
-        now = resolve(self._store)
-        if now.digest != self._resolved.digest:
-            raise CheckpointReplaced(f"{self.url}: it was saved over while it was being read; open it again")
-        check_complete(self._store, now.manifest, now.listing)
 
 
 def open_checkpoint(store: Store, *, means: ReadingMeans) -> Checkpoint:
-    """Resolve the store's checkpoint and read its records. One read of the manifest decides what everything else must be."""
+    """Resolve the store's checkpoint and read its records. One read of the manifest decides what everything else must be.
+
+    Raises `CheckpointReplaced` if it was saved over in between; nothing is left open then.
+    """
     resolved = resolve(store)
+    index = _read_index(store, resolved)
+    check_sections(index, resolved.manifest)
+    return Checkpoint(store, resolved, index, means=means)
+
+
+def _read_index(store: Store, resolved: Resolved) -> Index:
     entry = resolved.manifest.index
     if entry is None:
         raise CheckpointDamaged(f"{store.url}: its manifest names no index", file=store.url)
     try:
         data = store.read(entry.name, max_nbytes=entry.nbytes)
     except (BlobNotFound, LimitExceeded):
-        check_complete(store, resolved.manifest, resolved.listing)
+        _explain_missing(store, resolved)
         raise
+    if len(data) != entry.nbytes:
+        raise CheckpointDamaged(
+            f"{store.url}: {entry.name}: expected {entry.nbytes} bytes, found {len(data)}. Copy it again from where it was whole",
+            file=entry.name,
+        )
     check_digest(data, entry.digest, file=entry.name)
-    index = decode_index(data, max_rows=resolved.manifest.num_rows, file=entry.name)
-    return Checkpoint(store, resolved, index, means=means)
+    return decode_index(data, max_rows=resolved.manifest.num_rows, file=entry.name)
+
+
+def _explain_missing(store: Store, resolved: Resolved) -> None:
+    """Raise what explains that a file of a checkpoint is not as its manifest says: saved over, deleted, or an incomplete copy."""
+    now = resolve(store)
+    if now.digest != resolved.digest:
+        raise CheckpointReplaced(f"{store.url}: it was saved over while it was being read; open it again")
+    check_complete(store, now.manifest, now.listing)
 
 
 def _descend(value: object, part: str, *, within: str, sought: str) -> object:

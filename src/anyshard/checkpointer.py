@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
 from anyshard.engine.blocks import BlockPool
+from anyshard.engine.crew import Patience
 from anyshard.engine.read import ReadJob
 from anyshard.errors import CheckpointReplaced
 from anyshard.monitor.events import Emitter, Sink
-from anyshard.monitor.sinks import JsonLinesSink
+from anyshard.monitor.sinks import sinks_from_environment
 from anyshard.operation import Operation
 from anyshard.options import LoadOptions, SaveOptions
 from anyshard.records.manifest import Parent
@@ -21,6 +23,11 @@ from anyshard.records.values import ValueRegistry
 from anyshard.reports import LoadReport, SaveReport
 from anyshard.storage.protocol import Store
 from anyshard.storage.resolve import open_store
+from anyshard.storage.wrappers.timed import TimedStore
+
+T = TypeVar("T")
+
+_TRIES = 5
 
 
 class Checkpointer:
@@ -28,8 +35,7 @@ class Checkpointer:
 
     def __init__(self, *, registry: ValueRegistry) -> None:
         self._registry = registry
-        path = os.environ.get("ANYSHARD_EVENTS")
-        self._sinks: tuple[Sink, ...] = (JsonLinesSink(path),) if path else ()
+        self._sinks = sinks_from_environment()
         self._pools: dict[tuple[int, int], BlockPool] = {}
         self._lock = threading.Lock()
         self._parent: Parent | None = None
@@ -51,7 +57,7 @@ class Checkpointer:
         from anyshard.saving import SaveIntent, SaveOperation, find_step
 
         check_single_process()
-        with self._operating("save", place, sinks) as operation:
+        with self._operating("save", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
             intent = SaveIntent(find_step(operation.store, step), overwrite, options, self._parent)
             pool = self._pool(options.byte_budget, options.block_nbytes)
             registry = self._registry.extended(torch_types())
@@ -69,11 +75,8 @@ class Checkpointer:
         from anyshard.adapters.world import check_single_process
 
         check_single_process()
-        with self._operating("load", place, sinks) as operation:
-            try:
-                return self._load(operation, app_state, options)
-            except CheckpointReplaced:  # saved over while its blobs were being opened: nothing has changed yet
-                return self._load(operation, app_state, options)
+        with self._operating("load", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
+            return _read_again(lambda: self._load(operation, app_state, options))
 
     def _load(self, operation: Operation, app_state: Mapping[str, object], options: LoadOptions) -> LoadReport:
         from anyshard.adapters.values import torch_types
@@ -88,22 +91,36 @@ class Checkpointer:
 
     def open(self, place: str | os.PathLike[str] | Store) -> Checkpoint:
         """See `anyshard.open`."""
-        with self._operating("open", place, ()) as operation:
-            return open_checkpoint(operation.store, means=self._means(LoadOptions(), operation.events, self._registry))
+        options = LoadOptions()
+        with self._operating("open", place, timeout_s=options.timeout_s) as operation:
+            means = self._means(options, operation.events, self._registry)
+            return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
-    def _operating(self, kind: str, place: str | os.PathLike[str] | Store, sinks: Sequence[Sink]) -> Iterator[Operation]:
+    def _operating(
+        self, kind: str, place: str | os.PathLike[str] | Store, *, timeout_s: float, sinks: Sequence[Sink] = ()
+    ) -> Iterator[Operation]:
         events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=0)
-        store = open_store(place, events=events)
+        store = TimedStore(open_store(place, events=events), timeout_s)
         with events.span(kind, file=store.url):
             yield Operation(store, events)
 
     def _means(self, options: LoadOptions, events: Emitter, registry: ValueRegistry) -> ReadingMeans:
-        return ReadingMeans(ReadJob(options.threads, events), self._pool(options.byte_budget, options.block_nbytes), registry)
+        job = ReadJob(options.threads, events, Patience(options.timeout_s))
+        return ReadingMeans(job, self._pool(options.byte_budget, options.block_nbytes), registry)
 
     def _pool(self, byte_budget: int, block_nbytes: int) -> BlockPool:
+        # Only the pool that was used last is kept: who changes sizes all the time must not collect pools.
         with self._lock:
             key = (byte_budget, block_nbytes)
             if key not in self._pools:
-                self._pools[key] = BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)
+                self._pools = {key: BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)}
             return self._pools[key]
+
+
+def _read_again(read: Callable[[], T]) -> T:
+    """What `read` returns, begun afresh while the checkpoint is saved over under it. Until it raises that, it changes nothing."""
+    for _ in range(_TRIES - 1):
+        with suppress(CheckpointReplaced):
+            return read()
+    return read()

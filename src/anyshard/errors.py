@@ -7,7 +7,9 @@ was found, where, and what to do next; the attributes carry the same facts for p
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 
 class AnyshardError(Exception):
@@ -56,6 +58,10 @@ class UnsupportedValue(AnyshardError, TypeError):
     def __init__(self, message: str, *, address: str) -> None:
         super().__init__(message)
         self.address = address
+
+
+class InvalidOption(AnyshardError, ValueError):
+    """A setting (an option, an argument, an environment variable) has a value that it cannot have."""
 
 
 class InvalidRegistration(AnyshardError, ValueError):
@@ -151,3 +157,36 @@ class BlobNotFound(StorageError, FileNotFoundError):
 
 class BlobExists(StorageError, FileExistsError):
     """A store already has a blob under this key (the answer of create-if-absent)."""
+
+
+class OperationFailed(AnyshardError, RuntimeError):
+    """An operation of several ranks failed; it is raised on all of them alike.
+
+    `failures` maps the ranks that failed (numbers in the job) to "phase: Type: message". On such a rank the error itself is the
+    cause.
+    """
+
+    SHOWN = 20
+
+    def __init__(self, headline: str, failures: Mapping[int, str]) -> None:
+        lines = [f"  rank {rank}: {text}" for rank, text in sorted(failures.items())]
+        if len(lines) > self.SHOWN:
+            lines[self.SHOWN :] = [f"  ... and {len(lines) - self.SHOWN} more"]
+        super().__init__("\n".join([headline, *lines]))
+        self.headline = headline
+        self.failures = dict(failures)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, dict[int, str]]]:
+        return type(self), (self.headline, self.failures)
+
+
+class RankMissing(OperationFailed, TimeoutError):
+    """Ranks were not heard of in time: `failures` names each of them and the phase in which it was waited for."""
+
+
+class StructureChanged(OperationFailed):
+    """Some ranks hold another structure than the cached plan, others do not. The next save plans afresh."""
+
+
+class KeyValueStoreLost(OperationFailed, ConnectionError):
+    """The key-value store through which ranks agree does not answer any more; `failures` is empty, for nobody can tell."""

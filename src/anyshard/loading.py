@@ -17,13 +17,13 @@ from anyshard.errors import Difference, LoadInterrupted, Mismatch, StateMismatch
 from anyshard.operation import Operation
 from anyshard.options import LoadOptions
 from anyshard.records.addresses import show
-from anyshard.records.captured import Stored
+from anyshard.records.captured import Stored, StoredRun
 from anyshard.records.load_plan import LoadPlan
+from anyshard.records.regions import decompose_run
 from anyshard.records.values import ValueRegistry
 from anyshard.reports import LoadReport
-from anyshard.stored_tensor import StoredTensor
 
-_COMPARED_NBYTES = 1 << 24  # of each of two tied tensors at a time
+_COMPARED_ELEMENTS = 1 << 22  # of each of two tied tensors at a time
 _SHOWN = 8
 
 
@@ -69,13 +69,33 @@ class LoadOperation:
 
     def _compare_ties(self, target: LoadTarget) -> None:
         unequal = tuple(
-            Difference(Mismatch.TIE, a, "one live tensor is tied to both names, so equal bytes", f"other bytes in {show(b)}")
-            for a, b in target.ties
-            if not _are_equal(self._checkpoint[a], self._checkpoint[b])
+            Difference(
+                Mismatch.TIE,
+                one.address,
+                "the same bytes under both names, since one place of the app state takes both",
+                f"other bytes in {show(other.address)}",
+            )
+            for one, other in target.ties
+            if not self._are_equal(one, other)
         )
         if unequal:
-            hint = "Load into a model whose tensors are not tied, or exclude one of the names."
+            hint = "Load into an app state that has a place for each, or exclude one of the names."
             raise StateMismatch(self._checkpoint.url, unequal, hint)
+
+    def _are_equal(self, one: StoredRun, other: StoredRun) -> bool:
+        """Whether two runs have the same bytes. Those in stored order are read in parts."""
+        num = one.stop - one.start
+        step = _COMPARED_ELEMENTS if one.dims == other.dims == tuple(sorted(one.dims)) else max(num, 1)
+        parts = ((first, min(first + step, num)) for first in range(0, num, step))
+        return all(self._read_run(one, *part) == self._read_run(other, *part) for part in parts)
+
+    def _read_run(self, run: StoredRun, first: int, stop: int) -> bytes:
+        tensor, back = self._checkpoint[run.address], np.argsort(run.dims)
+        boxes = decompose_run(tuple(tensor.shape[dim] for dim in run.dims), run.start + first, run.start + stop)
+        return b"".join(
+            tensor.bits(offsets[back].tolist(), lengths[back].tolist()).transpose(run.dims).tobytes()
+            for offsets, lengths in zip(*boxes, strict=True)
+        )
 
     @contextmanager
     def _interrupting(self, target: LoadTarget) -> Iterator[None]:
@@ -108,17 +128,3 @@ class LoadOperation:
             created=target.created,
             warnings=target.warnings,
         )
-
-
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors of one shape have the same bytes; read in parts, along the first dim."""
-    if not one.shape:
-        return bool((one.bits() == other.bits()).all())
-    row_nbytes = max(1, int(np.prod(one.shape[1:])) * 16)
-    rows = max(1, _COMPARED_NBYTES // row_nbytes)
-    for first in range(0, one.shape[0], rows):
-        offsets = (first, *(0 for _ in one.shape[1:]))
-        lengths = (min(rows, one.shape[0] - first), *one.shape[1:])
-        if one.bits(offsets, lengths).tobytes() != other.bits(offsets, lengths).tobytes():
-            return False
-    return True

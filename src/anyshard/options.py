@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from anyshard.errors import LimitExceeded
+from anyshard.errors import InvalidOption
 
 MIB = 1 << 20
 GIB = 1 << 30
 
-# name -> what it sets. Read where a checkpointer is made, nowhere else.
+# name -> what it sets. Read where options and a checkpointer are made, nowhere else.
 ENVIRONMENT = {
     "ANYSHARD_EVENTS": "path of a file to which every event is appended as one JSON line",
     "ANYSHARD_STORAGE_THREADS": "number of reads or writes in flight (default 4)",
@@ -21,13 +21,10 @@ ENVIRONMENT = {
 
 def default_threads() -> int:
     """Reads or writes in flight: ANYSHARD_STORAGE_THREADS, else 4."""
-    return int(os.environ.get("ANYSHARD_STORAGE_THREADS", "4"))
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if value <= 0:
-            raise LimitExceeded(f"{name} must be positive, found {value}")
+    text = os.environ.get("ANYSHARD_STORAGE_THREADS", "4")
+    if not text.isdecimal() or int(text) == 0:
+        raise InvalidOption(f"ANYSHARD_STORAGE_THREADS: expected a whole number above 0, found {text!r}; unset or correct it")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +32,11 @@ class SaveOptions:
     """How a save works; never what it stores.
 
     `byte_budget` bounds the memory for bytes in flight. `max_blob_nbytes` is where a section is cut into a further blob.
-    `overwrite_grace_s` is how long files of a superseded generation stay for readers. `user` is stored in the manifest (JSON).
+    `overwrite_grace_s` is how long files of a superseded generation stay for readers. `timeout_s` is how long it waits for
+    storage that does not answer. `user` is stored in the manifest (JSON).
     """
 
-    byte_budget: int = 128 * MIB
+    byte_budget: int = 64 * MIB
     block_nbytes: int = 16 * MIB
     threads: int = field(default_factory=default_threads)
     max_blob_nbytes: int = 16 * GIB
@@ -47,13 +45,10 @@ class SaveOptions:
     user: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_positive(
-            byte_budget=self.byte_budget,
-            block_nbytes=self.block_nbytes,
-            threads=self.threads,
-            max_blob_nbytes=self.max_blob_nbytes,
-            timeout_s=self.timeout_s,
-        )
+        _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes")
+        _check_seconds(self, "timeout_s", can_be_zero=False)
+        _check_seconds(self, "overwrite_grace_s", can_be_zero=True)
+        _check(self, "user", isinstance(self.user, Mapping), "a mapping")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,8 @@ class LoadOptions:
 
     `strict` makes missing and unexpected addresses errors (`strict_extra_state` those of modules' extra state too). `only` and
     `exclude` are address globs (`*` stays within a component, `**` does not). `cast` allows another dtype. `verify="first"`
-    checks all wanted bytes before the first tensor changes (and reads twice).
+    checks all wanted bytes before the first tensor changes (and reads twice). `timeout_s` is how long it waits for storage that
+    does not answer.
     """
 
     strict: bool = True
@@ -72,8 +68,36 @@ class LoadOptions:
     cast: bool = False
     verify: Literal["filling", "first"] = "filling"
     byte_budget: int = 64 * MIB
-    block_nbytes: int = 8 * MIB
+    block_nbytes: int = 16 * MIB
     threads: int = field(default_factory=default_threads)
+    timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
-        _check_positive(byte_budget=self.byte_budget, block_nbytes=self.block_nbytes, threads=self.threads)
+        for name in ("strict", "strict_extra_state", "cast"):
+            _check(self, name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("only", "exclude"):
+            _check(self, name, _is_texts(getattr(self, name)), "a list of globs, like ['model/**']")
+        _check(self, "verify", self.verify in ("filling", "first"), "'filling' or 'first'")
+        _check_counts(self, "byte_budget", "block_nbytes", "threads")
+        _check_seconds(self, "timeout_s", can_be_zero=False)
+
+
+def _check(options: object, name: str, is_fine: bool, expected: str) -> None:  # noqa: FBT001 - the verdict, not a mode
+    if not is_fine:
+        raise InvalidOption(f"{name}: expected {expected}, found {getattr(options, name)!r}")
+
+
+def _check_counts(options: object, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        _check(options, name, type(value) is int and value > 0, "a whole number above 0")
+
+
+def _check_seconds(options: object, name: str, *, can_be_zero: bool) -> None:
+    value = getattr(options, name)
+    is_fine = isinstance(value, (int, float)) and (value > 0 or (can_be_zero and value == 0))
+    _check(options, name, is_fine, "a number of seconds, 0 or more" if can_be_zero else "a number of seconds above 0")
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)

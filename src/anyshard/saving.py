@@ -18,7 +18,7 @@ from anyshard.commit.stamp import utc_now, writer_name
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.crew import Patience
 from anyshard.engine.write import WriteJob, write_blobs
-from anyshard.errors import AnyshardError, InvalidAppState, StorageFull
+from anyshard.errors import AnyshardError, InvalidAppState, InvalidOption, StorageFull
 from anyshard.operation import Operation
 from anyshard.options import SaveOptions
 from anyshard.planning.cover import check_cover
@@ -26,18 +26,19 @@ from anyshard.planning.pack import make_index, plan_save
 from anyshard.records.addresses import check_directories
 from anyshard.records.captured import Captured
 from anyshard.records.digests import digest_bytes
-from anyshard.records.index import encode_index
-from anyshard.records.manifest import BlobEntry, IndexEntry, Manifest, Parent, StepState
+from anyshard.records.index import decode_index, encode_index
+from anyshard.records.manifest import BlobEntry, IndexEntry, Manifest, Parent, StepState, decode_manifest, encode_manifest
 from anyshard.records.names import index_name
 from anyshard.records.section_values import encode_section
-from anyshard.records.strict_json import check_value
+from anyshard.records.strict_json import MAX_INT, check_value, encode_object
 from anyshard.records.tables import Index, SavePlan
 from anyshard.records.values import ValueRegistry
 from anyshard.reports import SaveReport
 from anyshard.storage.protocol import Store
 
 _RECORDS_NBYTES = 1 << 20  # what directories and records may take besides the blobs
-_TRAILING_NUMBER = re.compile(r"(?:^|[^0-9])0*([0-9]{1,18})/*$")
+# The last word of a name, if it is a number or letters and a number: step_100, run2-step100, epoch=3, but not v1.5 or 1e5.
+_TRAILING_NUMBER = re.compile(r"(?:^|[_=-])[A-Za-z]*0*([0-9]{1,18})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,23 @@ class SaveOperation:
         """Save the app state of this moment."""
         store, events, intent = self._operation.store, self._operation.events, self._intent
         pieces = self._prepare(app_state)
+        _check_space(store, pieces.nbytes)
         attempt = begin(store, sections=tuple(pieces.values), overwrite=intent.overwrite, events=events)
         with abandoning(store, attempt, events=events):
-            _check_space(store, pieces.nbytes)
             with events.span("save.write", nbytes=pieces.nbytes):
                 job = self._write_job(attempt, pieces.values)
                 blobs = write_blobs(store, pieces.plan, sources=pieces.captured.sources, job=job, pool=self._pool)
             with events.span("save.commit"):
                 manifest = self._make_manifest(attempt, pieces, blobs=blobs, index=self._write_index(attempt, pieces.index))
+                decode_manifest(encode_manifest(manifest), file="manifest")  # as for the index
                 publish(store, manifest, patience=PublishPatience(intent.options.timeout_s), events=events)
         return self._report(attempt, pieces, warnings=self._remove_superseded())
 
     def _prepare(self, app_state: Mapping[str, object]) -> SavePieces:
         events, options = self._operation.events, self._intent.options
-        check_value(dict(options.user), address="user")
+        user = dict(options.user)
+        check_value(user, address="user", depth=2)  # it lies within the manifest's object
+        encode_object(user)
         with events.span("save.adapt"):
             captured = capture(app_state, registry=self._registry)
         check_directories(captured.trees)
@@ -119,6 +123,7 @@ class SaveOperation:
 
     def _write_index(self, attempt: Attempt, index: Index) -> IndexEntry:
         data = encode_index(index)
+        decode_index(data, max_rows=index.num_rows, file="index")  # what a reader would refuse must not be committed
         entry = IndexEntry(index_name(attempt.generation, attempt.id), len(data), digest_bytes(data))
         self._operation.store.create(entry.name, data, token=attempt.id)
         return entry
@@ -168,12 +173,12 @@ class SaveOperation:
 
 def find_step(store: Store, step: int | None) -> int | None:
     """The step as given, else the number at the end of the last path component, else none."""
-    if step is not None:
-        if type(step) is not int or step < 0:
-            raise InvalidAppState(f"expected a step that is an int >= 0, found {step!r}")
-        return step
-    found = _TRAILING_NUMBER.search(store.url.rsplit("/", 1)[-1])
-    return int(found[1]) if found else None
+    if step is None:
+        found = _TRAILING_NUMBER.search(store.url.rstrip("/").rsplit("/", 1)[-1])
+        return int(found[1]) if found else None
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < MAX_INT:
+        raise InvalidOption(f"step: expected a whole number, 0 or more and below 2^62, found {step!r}")
+    return step.__index__()
 
 
 def _check_cover(index: Index) -> None:

@@ -12,7 +12,7 @@ from anyshard.adapters.capture import capture
 from anyshard.adapters.target import LoadTarget, plan_load
 from anyshard.adapters.values import torch_types
 from anyshard.options import LoadOptions
-from anyshard.records.captured import Stored
+from anyshard.records.captured import Stored, StoredRun
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.handles import BITS_DTYPES, Destination
 from anyshard.records.tables import TensorTable
@@ -66,13 +66,19 @@ def give(kept: Kept, app_state: Mapping[str, object], **options: Any) -> LoadTar
     """Load what was kept; ties are compared as the caller of the adapters has to."""
     target = plan(kept, app_state, **options)
     for one, other in target.ties:
-        assert kept.data[one] == kept.data[other], f"{one} and {other} differ"
+        assert _read_run(kept, one) == _read_run(kept, other), f"{one.address} and {other.address} differ"
     for row, destination in enumerate(target.destinations):
         tensor = int(target.wanted.tensor[row])
         address = target.wanted.tensors.addresses[tensor]
         _fill(destination, kept.data[address], target.wanted.tensors, tensor)
     target.apply()
     return target
+
+
+def _read_run(kept: Kept, run: StoredRun) -> bytes:
+    row = kept.tensors.rows[run.address]
+    bits = np.frombuffer(kept.data[run.address], dtype=BITS_DTYPES[find_dtype(kept.tensors.dtypes[row]).itemsize])
+    return bits.reshape(kept.tensors.shape(row)).transpose(run.dims).reshape(-1)[run.start : run.stop].tobytes()
 
 
 def _fill(destination: Destination, data: bytes, tensors: TensorTable, tensor: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from anyshard.errors import Mismatch, StateMismatch
 from tests.adapters.roundtrip import give, keep
 from tests.adapters.test_optimizers import step
+from tests.cases.training import move
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -193,6 +195,104 @@ def test_numbers_and_tensors_stand_for_each_other_in_options(stored: Any, live: 
     assert isinstance(lr, float) or lr is live
 
 
+@pytest.mark.parametrize(
+    ("stored", "live", "expected"),
+    [
+        (torch.tensor(0.25), 1, 0.25),
+        (torch.tensor(2.0), 1, 2),
+        (torch.tensor(3), 0.5, 3.0),
+        (torch.tensor(float("inf")), 1, float("inf")),
+        (torch.tensor(1 + 2j), 1.0, 1 + 2j),
+    ],
+    ids=str,
+)
+def test_no_number_is_cut_to_the_live_kind(stored: torch.Tensor, live: float, expected: Any) -> None:
+    """A number keeps its kind where the stored one fits, else the stored number stands there as it is."""
+    saved, other = _pair("SGD"), _pair("SGD")
+    saved[1].param_groups[0]["tag"], other[1].param_groups[0]["tag"] = stored, live
+    give(keep(_app(saved)), _app(other))
+    found = other[1].param_groups[0]["tag"]
+    assert (expected, type(expected)) == (found, type(found))
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"), [(0.25, torch.tensor(1)), (300, torch.tensor(1, dtype=torch.uint8)), (2**80, torch.tensor(1))], ids=str
+)
+def test_numbers_that_no_live_tensor_can_hold_are_differences(stored: float, live: torch.Tensor) -> None:
+    """A float for an integer tensor, and an integer beyond its range, are found before anything changes."""
+    saved, other = _pair("SGD"), _pair("SGD")
+    saved[1].param_groups[0]["lr"], other[1].param_groups[0]["lr"] = stored, live
+    with pytest.raises(StateMismatch, match=f"opt/param_groups/0/lr: dtype .*found the {type(stored).__name__} {stored}"):
+        give(keep(_app(saved)), _app(other))
+    assert 1 == live.item()
+
+
+def test_adam_into_adamw_stays_adamw() -> None:
+    """What makes an AdamW of an Adam belongs to the live optimizer; the report says that it differs."""
+    saved, live = _pair("Adam"), _pair("AdamW")
+    step(*saved)
+    target = give(keep(_app(saved)), _app(live))
+    assert live[1].param_groups[0]["decoupled_weight_decay"] is True
+    expected = "opt/param_groups/0/decoupled_weight_decay: stays True as in the live optimizer, False was stored"
+    assert (expected,) == target.warnings
+
+
+def test_another_class_of_optimizer_is_reported() -> None:
+    """Options that only one side knows are named for both, also in a fresh optimizer."""
+    saved, live = _pair("Adam"), _pair("SGD momentum")
+    step(*saved)
+    (warning,) = give(keep(_app(saved)), _app(live)).warnings
+    assert "opt: the options of the live SGD (dampening, lr, maximize, momentum" in warning
+    assert "amsgrad, betas, eps" in warning
+
+
+def test_options_of_schedulers_and_users_are_no_sign_of_another_class() -> None:
+    """What schedulers and the user put into groups on both sides is silent; a name that only the checkpoint has is not."""
+    saved, live = _pair("AdamW"), _pair("AdamW")
+    torch.optim.lr_scheduler.OneCycleLR(saved[1], max_lr=0.1, total_steps=5)
+    saved[1].param_groups[0]["tag"] = live[1].param_groups[0]["tag"] = "mine"
+    assert () == give(keep(_app(saved)), _app(live)).warnings
+    saved[1].param_groups[0]["lars"] = 1
+    (warning,) = give(keep(_app(saved)), _app(live)).warnings
+    assert "lars" in warning
+
+
+def test_state_of_the_caller_in_inference_mode_can_train() -> None:
+    """State that is made in a load under inference mode is normal state: the next steps work."""
+    saved, live = _pair("AdamW"), _pair("AdamW")
+    step(*saved)
+    kept = keep(_app(saved))
+    with torch.inference_mode():
+        give(kept, _app(live))
+    _assert_equal_steps(saved, live)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW tensor lr"])
+def test_state_made_under_a_default_device_is_where_it_belongs(name: str) -> None:
+    """The default device of the caller does not decide where counters and moments go."""
+    saved, live = _pair(name), _pair(name)
+    step(*saved)
+    kept = keep(_app(saved))
+    with torch.device("meta"):
+        give(kept, _app(live))
+    _assert_equal_steps(saved, live)
+
+
+def test_absent_state_is_taken_whole_or_not_at_all() -> None:
+    """Half an entry would fail in the next step: the missing parts are named. One that is there may be filled in part."""
+    saved, live = _pair("AdamW"), _pair("AdamW")
+    step(*saved)
+    kept = keep(_app(saved))
+    with pytest.raises(StateMismatch, match=r"opt/state/0.bias: missing .*step, exp_avg_sq not selected"):
+        give(kept, _app(live), only=["opt/state/**/exp_avg"])
+    assert 0 == len(live[1].state)
+    step(*live, seed=9)
+    give(kept, _app(live), only=["opt/state/**/exp_avg"])
+    _, left, right = live[0], saved[1].state[saved[0][0].bias], live[1].state[live[0][0].bias]
+    assert torch.equal(left["exp_avg"], right["exp_avg"])
+    assert not torch.equal(left["exp_avg_sq"], right["exp_avg_sq"])
+
+
 def _grouped(*splits: list[str], **options: list[Any]) -> Pair:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     params = dict(module.named_parameters())
@@ -236,6 +336,41 @@ def test_merging_groups_with_different_options_is_refused() -> None:
     with pytest.raises(StateMismatch, match=r"group 0 and .* group 1, with different lr, weight_decay") as caught:
         give(keep(_app(saved)), _app(live), strict=False)
     assert [Mismatch.GROUP] == [difference.kind for difference in caught.value.differences]
+
+
+_SHARED_RATE = torch.tensor(0.5)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [np.arange(3), np.arange(3)],
+        [float("nan"), float("nan")],
+        [_SHARED_RATE, _SHARED_RATE],
+        [torch.tensor(0.5), torch.tensor(0.5)],
+        [[torch.tensor(0.5), {"a": 1}], [torch.tensor(0.5), {"a": 1}]],
+    ],
+    ids=["arrays", "nan", "one tensor", "equal tensors", "nested"],
+)
+def test_groups_merge_if_their_stored_options_are_equal(values: list[Any]) -> None:
+    """Options are compared as they are stored: arrays and NaN by their bytes, tensors too."""
+    saved, live = _grouped(_W, _B), _grouped([*_W, *_B])
+    for group, value in zip(saved[1].param_groups, values, strict=True):
+        group["tag"] = value
+    move(_app(saved), _app(live))
+    assert str(values[0]) == str(live[1].param_groups[0]["tag"])
+
+
+@pytest.mark.parametrize("values", [[1, 1.0], [torch.tensor(0.5), torch.tensor(0.25)], [np.arange(3), np.arange(4)]], ids=str)
+def test_groups_with_other_options_do_not_merge(values: list[Any]) -> None:
+    """A tensor of other bytes, a number of another type: an error, unless the option is left out."""
+    saved, live = _grouped(_W, _B), _grouped([*_W, *_B])
+    for group, value in zip(saved[1].param_groups, values, strict=True):
+        group["tag"] = value
+    with pytest.raises(StateMismatch, match="opt/param_groups/0.*: (tie|group)"):
+        move(_app(saved), _app(live))
+    move(_app(saved), _app(live), exclude=["opt/param_groups/0/tag"])
+    assert "tag" not in live[1].param_groups[0]
 
 
 def test_empty_groups_match_by_position_among_the_empty() -> None:
@@ -361,3 +496,14 @@ def test_hooks_of_load_state_dict_are_reported() -> None:
     live[1].register_load_state_dict_post_hook(lambda optimizer: None)
     target = give(keep(_app(saved)), _app(live))
     assert ["opt: the hooks" in warning for warning in target.warnings] == [True]
+
+
+def test_a_disabled_scaler_is_no_state_for_an_enabled_one() -> None:
+    """What the scaler would refuse after the fill is found before it; the other way round it loads."""
+    off, on = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (False, True))
+    live = nn.Linear(1, 1)
+    before = live.weight.detach().clone()
+    with pytest.raises(StateMismatch, match="scaler: kind .*enabled GradScaler"):
+        give(keep({"m": nn.Linear(1, 1), "scaler": off}), {"m": live, "scaler": on})
+    assert torch.equal(before, live.weight)
+    give(keep({"m": nn.Linear(1, 1), "scaler": on}), {"m": live, "scaler": off})

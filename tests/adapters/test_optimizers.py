@@ -26,9 +26,9 @@ def addresses(kept: Kept, prefix: str = "opt/") -> tuple[str, ...]:
     return tuple(address.removeprefix(prefix) for address in kept.tensors.addresses if address.startswith(prefix))
 
 
-def groups(kept: Kept) -> list[Any]:
+def groups(kept: Kept, name: str = "opt") -> list[Any]:
     """The stored groups."""
-    groups: list[Any] = kept.trees["opt"]["param_groups"]
+    groups: list[Any] = kept.trees[name]["param_groups"]
     return groups
 
 
@@ -72,6 +72,16 @@ def test_names_do_not_depend_on_the_order_of_the_app_state() -> None:
     state = {"z": nn.Sequential(shared), "a": nn.DataParallel(shared), "k": other, "opt": optimizer}
     for names in (list(state), list(state)[::-1]):
         assert ["a/weight", "k/weight"] == groups(keep({name: state[name] for name in names}))[0]["params"]
+
+
+def test_names_do_not_depend_on_parts_that_have_names_too() -> None:
+    """The module that has all parameters of an optimizer names them, though a part of it is in the app state as well."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizers = {"all": torch.optim.SGD(model.parameters(), lr=0.1), "last": torch.optim.SGD(model[1].parameters(), lr=0.1)}
+    whole, parted = keep({"model": model, **optimizers}), keep({"head": model[1], "model": model, "a": model[0], **optimizers})
+    assert ["0.bias", "0.weight", "1.bias", "1.weight"] == groups(parted, "all")[0]["params"]
+    for name in optimizers:
+        assert groups(whole, name) == groups(parted, name)
 
 
 def test_module_that_is_there_twice_counts_once() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from anyshard.adapters import tensors
-from anyshard.errors import InvalidAppState, UnsupportedFormat, UnsupportedValue
+from anyshard.errors import InvalidAppState, StateMismatch, UnsupportedFormat, UnsupportedValue
 from anyshard.records.dtypes import DTYPES
 from tests.adapters.roundtrip import give, keep
+from tests.cases.training import move
 
 _SHAPE = (3, 4)
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -204,8 +206,65 @@ def test_unknown_dtype_names_need_a_newer_release() -> None:
         (torch.float32, torch.int32, False),
         (torch.complex64, torch.float32, False),
         (torch.float32, torch.uint3, False),
+        (torch.float64, torch.float16, True),
+        (torch.float32, torch.complex64, True),
+        (torch.int64, torch.uint8, False),
+        (torch.int64, torch.uint64, False),
+        (torch.int8, torch.uint8, False),
+        (torch.uint8, torch.int16, True),
+        (torch.bool, torch.uint8, True),
+        (torch.int8, torch.bool, False),
+        (torch.int64, torch.float32, True),
+        (torch.int32, torch.float16, False),
     ],
 )
 def test_casts_never_lose_a_kind_of_number(stored: torch.dtype, live: torch.dtype, *, expected: bool) -> None:
-    """Between float widths and upwards is allowed; float to int, complex to real and bit-packed types are not."""
+    """Between floats and upwards is allowed; float to int, complex to real, bit-packed types and smaller ranges are not."""
     assert expected is tensors.can_cast(stored, live)
+
+
+def test_a_cast_that_would_wrap_is_a_difference() -> None:
+    """`cast=True` never changes the value of an integer; the error says why it did not help."""
+    with pytest.raises(StateMismatch, match=r"x: dtype \(expected uint8, found int64, whose .* cast=True does not help"):
+        give(keep({"x": torch.tensor([300, -1])}), {"x": torch.zeros(2, dtype=torch.uint8)}, cast=True)
+
+
+@pytest.mark.parametrize("num_dims", [64, 65])
+def test_too_many_dims_are_refused_by_name(num_dims: int) -> None:
+    """Tensors beyond the limit are named, arrays too; one at the limit goes the whole road."""
+    with pytest.raises(UnsupportedValue, match="x: .* more than 63 dims"):
+        keep({"x": torch.zeros([1] * num_dims)})
+    with pytest.raises(UnsupportedValue, match="a: .* at most 63 dims"):
+        keep({"a": np.zeros([20_000] + [1] * 63)})
+    live = torch.zeros([1] * 63)
+    move({"x": torch.ones([1] * 63)}, {"x": live})
+    assert 1 == live.item()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_tensors_inside_of_transforms_are_refused(transform: Callable[[Any], Any]) -> None:
+    """They have no memory that could be saved or filled."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(UnsupportedValue, match="s/x: .* torch.func.grad"):
+            keep({"s": {"x": x}})
+        with pytest.raises(UnsupportedValue, match="s/x: .* torch.func.grad"):
+            give(keep({"s": {"x": torch.zeros(3)}}), {"s": {"x": x}})
+        return x.sum()
+
+    transform(function)(torch.zeros(2, 3)[0] if transform is torch.func.grad else torch.zeros(2, 3))
+
+
+def test_inference_tensors_take_a_cast() -> None:
+    """What has to be copied in is copied in the mode that the live tensor wants."""
+    live = _inference()
+    give(keep({"x": torch.ones(2, 3, dtype=torch.bfloat16)}), {"x": live}, cast=True)
+    assert live.eq(1).all()
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """New tensors lie on the CPU, whatever device new tensors of the caller would be on."""
+    kept, state = keep({"s": {"x": torch.ones(3)}, "d": torch.ones(2)}), {"s": {}, "d": torch.zeros(2, dtype=torch.float64)}
+    with torch.device("meta"):
+        give(kept, state, cast=True)
+    assert ([1, 1, 1], [1, 1]) == (state["s"]["x"].tolist(), state["d"].tolist())

@@ -92,12 +92,24 @@ def test_user_metadata_that_is_not_json(user: Any) -> None:
 @pytest.mark.parametrize("step", [-1, 1.5, True, "7"])
 def test_step_that_is_no_number(step: Any) -> None:
     """A step is a whole number."""
-    with pytest.raises(anyshard.InvalidAppState, match="step"):
+    with pytest.raises(anyshard.InvalidOption, match="step"):
         anyshard.save(MemoryStore(), state(), step=step)
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("step_100", 100), ("global_step0007", 7), ("final", None), ("v2/last", None), ("0", 0), ("a1b", None)]
+    ("name", "expected"),
+    [
+        ("step_100", 100),
+        ("global_step0007", 7),
+        ("final", None),
+        ("v2/last", None),
+        ("0", 0),
+        ("a1b", None),
+        ("v1.5", None),
+        ("step_1e5", None),
+        ("run2-step_100", 100),
+        ("epoch=3", 3),
+    ],
 )
 def test_step_of_the_path(name: str, expected: int | None, tmp_path: Path) -> None:
     """Without a step the number at the end of the last component counts."""
@@ -163,3 +175,75 @@ def test_disk_full(tmp_path: Path) -> None:
         assert not (disk / "b").exists() or [] == [path for path in (disk / "b").rglob("*") if path.is_file()]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("only", "model/w"),
+        ("exclude", "model/w"),
+        ("only", [5]),
+        ("verify", "First"),
+        ("strict", "no"),
+        ("cast", 1),
+    ],
+)
+def test_load_argument_of_another_kind_changes_nothing(name: str, value: Any) -> None:
+    """A glob that is not in a list, an unknown mode or a truthy flag is refused, not guessed at."""
+    store = MemoryStore()
+    anyshard.save(store, state(1.0))
+    live = state(5.0)
+    with pytest.raises(anyshard.InvalidOption, match=name):
+        anyshard.load(store, live, **{name: value})
+    assert 5.0 == live["model"]["w"][0, 0]
+
+
+@pytest.mark.parametrize("name", ["byte_budget", "threads", "timeout_s", "overwrite_grace_s", "user"])
+@pytest.mark.parametrize("value", [-1, float("nan"), "4", None])
+def test_save_option_of_another_kind(name: str, value: Any) -> None:
+    """An option that cannot be is refused where it is made, by name."""
+    with pytest.raises(anyshard.InvalidOption, match=name):
+        anyshard.SaveOptions(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["abc", "", "0", "-1"])
+def test_environment_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable with another value than a number above 0 is named."""
+    monkeypatch.setenv("ANYSHARD_STORAGE_THREADS", text)
+    with pytest.raises(anyshard.InvalidOption, match="ANYSHARD_STORAGE_THREADS"):
+        anyshard.SaveOptions()
+
+
+def test_nothing_is_saved_that_cannot_be_loaded() -> None:
+    """Steps, user metadata and names beyond what a reader takes are refused before anything is written."""
+    deep: dict[str, Any] = {}
+    for _ in range(31):
+        deep = {"d": deep}
+    store = MemoryStore()
+    for wrong in ({"step": 2**62}, {"options": anyshard.SaveOptions(user=deep)}):
+        with pytest.raises(anyshard.AnyshardError):
+            anyshard.save(store, state(), **wrong)
+    for name in ("n" * 70_000, "\ud800"):
+        with pytest.raises(anyshard.AnyshardError):
+            anyshard.save(store, {name: 1})
+    assert {} == store.snapshot()
+
+
+@pytest.mark.parametrize(
+    "place", [Path("s3://bucket/step_1"), Path("file:///x/step_1"), "s3:/b", "file:x", "~nobody-here/x", "d/" * 3000]
+)
+def test_broken_url_is_no_directory(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL that pathlib has mangled, an unknown user and an endless path are refused, not made into directories."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(anyshard.InvalidPath):
+        anyshard.save(place, state())
+    assert [] == os.listdir(tmp_path)
+
+
+def test_deep_state_is_refused() -> None:
+    """A state nested beyond the limit is LimitExceeded or UnsupportedValue, whatever Python's stack says."""
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep]
+    with pytest.raises(anyshard.AnyshardError):
+        anyshard.save(MemoryStore(), {"deep": deep, "t": {"deep": deep, "x": torch.zeros(1)}})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from anyshard.commit.listing import list_step
 from anyshard.commit.publish import publish
 from anyshard.commit.tombstone import delete_step
 from anyshard.errors import (
+    BlobNotFound,
     CheckpointExists,
     CommitConflict,
     CommitOutcomeUnknown,
@@ -23,7 +25,7 @@ from anyshard.records.manifest import encode_manifest
 from anyshard.records.names import MAX_GENERATION, manifest_name
 from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
-from anyshard.storage.wrappers import FaultStore, Rule, Verb
+from anyshard.storage.wrappers import Call, FaultStore, Rule, Verb
 from anyshard.storage.wrappers.faults import fail
 from tests.commit.steps import ATTEMPTS, make_manifest, run_until, save, save_slowly, verdict, write_attempt
 
@@ -195,3 +197,53 @@ def test_each_change_of_state_is_an_event() -> None:
     abandon(store, begin(store, sections=("model",), overwrite=True, events=events), events=events)
     expected = ["save.attempt.begun", "save.publish.begin", "save.published", "save.attempt.begun", "save.abandoned"]
     assert expected == sink.names
+
+
+def test_a_failed_first_save_leaves_no_directories(tmp_path: Path) -> None:
+    """What `begin` made goes with the files, once it is empty."""
+    store = LocalStore(tmp_path / "step")
+    attempt = begin(store, sections=("model", "other"), overwrite=False)
+    write_attempt(store, attempt)
+    with pytest.raises(StorageFull), abandoning(store, attempt):
+        raise StorageFull("full", file="data/model")
+    assert [] == list((tmp_path / "step").iterdir())
+
+
+def test_directories_that_were_there_stay(tmp_path: Path) -> None:
+    """Abandoning removes only directories that its own attempt made."""
+    store = LocalStore(tmp_path)
+    (tmp_path / "data" / "model").mkdir(parents=True)
+    abandon(store, begin(store, sections=("model", "other"), overwrite=False))
+    assert ["data", "data/model"] == sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+
+
+def test_directories_that_another_save_may_need_stay(tmp_path: Path) -> None:
+    """While another attempt has files, an empty directory may be the one that it writes to next."""
+    store = LocalStore(tmp_path)
+    attempt = begin(store, sections=("model", "other"), overwrite=False)
+    running = save_slowly(store)
+    run_until(running, "blob")
+    abandon(store, attempt)
+    assert (tmp_path / "data" / "other").is_dir()
+    run_until(running, "removed")
+
+
+def test_preparing_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """Directories that were made before the error are gone after it."""
+
+    def fail_half_way(_call: Call, run: Callable[[], object]) -> object:
+        run()
+        raise StorageFull("no inodes", file="data/model")
+
+    store = FaultStore(LocalStore(tmp_path / "step"), [Rule(Verb.PREPARE, "*", fail_half_way)])
+    with pytest.raises(StorageFull):
+        begin(store, sections=("model",), overwrite=False)
+    assert [] == list((tmp_path / "step").iterdir())
+
+
+def test_a_directory_that_goes_away_while_it_is_prepared_is_made_again() -> None:
+    """A delete or clean may remove a directory between its making and its use."""
+    gone = Rule(Verb.PREPARE, "*", fail(BlobNotFound("gone", file="data/model")), times=2)
+    store = FaultStore(MemoryStore(), [gone])
+    begin(store, sections=("model",), overwrite=False)
+    assert 2 == len(store.fired)

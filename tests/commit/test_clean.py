@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ from anyshard import ops
 from anyshard.commit.resolve import check_complete, resolve
 from anyshard.errors import CheckpointDamaged, CheckpointNotFound
 from anyshard.ops.clean import DAY_S, TOMBSTONE_S
-from anyshard.records.names import manifest_name
+from anyshard.records.names import manifest_name, parse_name
 from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
+from anyshard.storage.wrappers import FaultStore, Rule, Verb
+from anyshard.storage.wrappers.faults import do_before
 from tests.commit.steps import Clock, contents, run_until, save, save_slowly, verdict
 
 
@@ -173,3 +177,89 @@ def test_the_cleaner_never_goes_through_a_link(tmp_path: Path) -> None:
         os.utime(path, (0, 0))
     ops.clean(root)
     assert 1 == len(list(elsewhere.iterdir()))
+
+
+def describe(keys: Sequence[str]) -> list[str]:
+    """Keys as `<generation> <kind>`."""
+    return [f"{name.generation} {name.kind}" for name in map(parse_name, keys) if name is not None]
+
+
+def overtaken(inner: MemoryStore, *others: Callable[[], object]) -> FaultStore:
+    """A store on which others act right before the caller's attempts to create a record."""
+    return FaultStore(
+        inner, [Rule(Verb.CREATE, "manifest-*", do_before(act), nth=nth) for nth, act in enumerate(others, start=1)]
+    )
+
+
+def test_a_delete_that_is_overtaken_deletes_the_winner_too() -> None:
+    """Saves that take the generation of the tombstone are ended by the next one."""
+    store = MemoryStore()
+    save(store)
+    again = partial(save, store, overwrite=True)
+    removed = ops.delete(overtaken(store, again, again))
+    assert (9, ["4 manifest"], "deleted") == (len(removed), contents(store), verdict(store))
+
+
+def test_two_deleters_both_succeed() -> None:
+    """The one that loses the race for the tombstone finds the step deleted."""
+    store = MemoryStore()
+    save(store)
+    ops.delete(overtaken(store, partial(ops.delete, store)))
+    assert ["2 manifest"] == contents(store)
+
+
+@pytest.mark.parametrize("sleeper_publishes", [True, False], ids=["the sleeper", "another save"])
+def test_a_clean_that_is_overtaken_fences_nothing(sleeper_publishes: bool) -> None:
+    """If a save takes the generation of the fence, no file of an unfinished one is touched, and the report says so."""
+    store, clock = make_store()
+    save(store)
+    save(store, overwrite=True)
+    sleeper = save_slowly(store, overwrite=True)
+    run_until(sleeper, "index")
+    clock.sleep(2 * DAY_S)
+    other = partial(run_until, sleeper, "published") if sleeper_publishes else partial(save, store, overwrite=True)
+    report = ops.clean(overtaken(store, other))
+    assert (None, 1) == (report.fenced, len(report.in_progress))
+    assert {"1 blob", "1 index", "1 manifest"} == set(describe(report.removed))
+    assert 3 == verdict(store)
+    check_complete(store, resolve(store).manifest, resolve(store).listing)
+
+
+def directories(root: Path) -> list[str]:
+    """All directories below a root."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_dir())
+
+
+def test_empty_directories_of_a_deleted_step_go(tmp_path: Path) -> None:
+    """Deleting leaves the tombstone alone in the directory, but for what others put there."""
+    save(LocalStore(tmp_path / "a"))
+    save(LocalStore(tmp_path / "b"))
+    (tmp_path / "b" / "data" / "model" / "notes.txt").write_text("mine")
+    ops.delete(tmp_path / "a")
+    ops.delete(tmp_path / "b")
+    assert ([], ["data", "data/model"]) == (directories(tmp_path / "a"), directories(tmp_path / "b"))
+    assert 3 == save(LocalStore(tmp_path / "a")).generation
+
+
+def test_empty_directories_of_sections_are_cleaned(tmp_path: Path) -> None:
+    """A section that is no longer there leaves no directory; one that a running save may be about to use stays."""
+    store = LocalStore(tmp_path)
+    save(store)
+    for name in ("old", "Upper"):
+        (tmp_path / "data" / name).mkdir()
+    writer = save_slowly(store, overwrite=True)
+    run_until(writer, "blob")
+    ops.clean(store)
+    assert ["data", "data/Upper", "data/model", "data/old"] == directories(tmp_path)
+    run_until(writer, "published")
+    ops.clean(store, dry_run=True)
+    assert ["data", "data/Upper", "data/model", "data/old"] == directories(tmp_path)
+    ops.clean(store)
+    assert ["data", "data/Upper", "data/model"] == directories(tmp_path)
+
+
+def test_directories_where_nothing_is_ours_stay(tmp_path: Path) -> None:
+    """In a place without any file of anyshard an empty directory is somebody else's."""
+    (tmp_path / "data" / "raw").mkdir(parents=True)
+    ops.clean(tmp_path)
+    assert ["data", "data/raw"] == directories(tmp_path)

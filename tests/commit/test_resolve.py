@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from anyshard.commit.listing import list_step
-from anyshard.commit.resolve import check_complete, resolve
-from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointNotFound, CheckpointReplaced, NotACheckpoint
+from anyshard.commit.resolve import LOOKS, PENDING_S, check_complete, resolve
+from anyshard.commit.tombstone import delete_step
+from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointNotFound, CheckpointReplaced, NotACheckpoint, StorageError
+from anyshard.ops.clean import clean
 from anyshard.records.digests import digest_bytes
 from anyshard.records.manifest import encode_manifest
 from anyshard.records.names import manifest_name
@@ -15,7 +19,7 @@ from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Listing
 from anyshard.storage.wrappers import FaultStore, Rule, Verb, WrapperStore
 from anyshard.storage.wrappers.faults import fail
-from tests.commit.steps import ATTEMPTS, make_manifest, run_until, save, save_slowly
+from tests.commit.steps import ATTEMPTS, Clock, make_manifest, run_until, save, save_slowly
 
 A, B = ATTEMPTS[:2]
 
@@ -41,12 +45,74 @@ def test_the_highest_generation_counts() -> None:
 
 
 def test_a_damaged_newest_record_is_an_error() -> None:
-    """A damaged highest generation never falls back to the one before."""
+    """A damaged highest generation never falls back to the one before, however young it is."""
     store = MemoryStore()
     save(store)
-    put(store, manifest_name(2), encode_manifest(make_manifest(2, B))[:-7])
+    put(store, manifest_name(2), encode_manifest(make_manifest(2, B)).replace(b"model", b"medal"))
     with pytest.raises(CheckpointDamaged, match=r"manifest-2\.json"):
         resolve(store)
+
+
+def torn_steps() -> tuple[MemoryStore, Clock]:
+    """A committed generation 1, and after it two records whose writers died half-way."""
+    clock = Clock()
+    store = MemoryStore(clock=clock.read)
+    save(store)
+    put(store, manifest_name(2), b"")
+    put(store, manifest_name(3), encode_manifest(make_manifest(3, B))[:-7])
+    return store, clock
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, -43, -42, -41, -1])
+def test_a_young_torn_record_is_still_being_written(nbytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """However little of the newest record is there, the one before it counts for ten minutes, and the log says so."""
+    clock = Clock()
+    store = MemoryStore(clock=clock.read)
+    first = save(store)
+    put(store, manifest_name(2), encode_manifest(make_manifest(2, B))[:nbytes])
+    clock.sleep(PENDING_S - 1)
+    assert first == resolve(store).manifest
+    assert ["memory:: generation 2 is being committed; 1 counts"] == caplog.messages
+
+
+def test_several_torn_records_are_passed_over() -> None:
+    """The newest whole record counts while all torn ones above it are young, also where the listing lags."""
+    store, _ = torn_steps()
+    assert (1, 1) == (resolve(store).manifest.generation, resolve(LaggingStore(store)).manifest.generation)
+
+
+def test_an_old_torn_record_is_damage() -> None:
+    """Its writer is dead: the error says how to replace it, and doing so works."""
+    store, clock = torn_steps()
+    clock.sleep(PENDING_S)
+    with pytest.raises(CheckpointDamaged, match=r"manifest-3\.json.*600 s ago.*overwrite=True") as caught:
+        resolve(store)
+    assert "manifest-3.json" == caught.value.file
+    assert 4 == save(store, overwrite=True).generation
+
+
+def test_a_torn_record_that_is_alone_is_damage() -> None:
+    """Without a generation before it there is nothing to read."""
+    store = MemoryStore({manifest_name(1): b"{"})
+    with pytest.raises(CheckpointDamaged, match="wait for it"):
+        resolve(store)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_something_else_under_the_name_of_a_record(make: Callable[[Path], None], number: int, tmp_path: Path) -> None:
+    """Whatever is no file and in the way of a record stops every verb, which says to move it away; then all is as before."""
+    store, path = LocalStore(tmp_path / "step"), tmp_path / "step" / manifest_name(number)
+    if number == 2:
+        save(store)
+    path.parent.mkdir(exist_ok=True)
+    make(path)
+    verbs = (resolve, lambda store: save(store, overwrite=True), clean, delete_step)
+    for verb in verbs:
+        with pytest.raises(StorageError, match=rf"{path.name}: is a .*, not a regular file\. .*move it away"):
+            verb(store)
+    path.rename(tmp_path / "away")
+    assert number == save(store, overwrite=True).generation
 
 
 def test_a_renamed_record_is_damage() -> None:
@@ -65,11 +131,20 @@ def test_records_that_the_listing_does_not_show_yet_are_found() -> None:
     assert 2 == resolve(LaggingStore(store)).manifest.generation
 
 
-def test_a_record_that_goes_away_while_it_is_looked_at_is_named() -> None:
-    """A record that was listed and cannot be read any more was replaced or removed meanwhile."""
+@pytest.mark.parametrize("times", [1, LOOKS - 1])
+def test_a_record_that_goes_away_while_it_is_looked_at_is_looked_for_again(times: int) -> None:
+    """A record that was listed and cannot be read was replaced or removed meanwhile, so a new look decides."""
+    inner = MemoryStore()
+    manifest = save(inner)
+    gone = Rule(Verb.READ, "manifest-1.json", fail(BlobNotFound("gone", file="manifest-1.json")), times=times)
+    assert manifest == resolve(FaultStore(inner, [gone])).manifest
+
+
+def test_a_record_that_keeps_going_away_is_named() -> None:
+    """After a few looks it is an error that others replace it faster than it can be read."""
     inner = MemoryStore()
     save(inner)
-    gone = Rule(Verb.READ, "manifest-1.json", fail(BlobNotFound("gone", file="manifest-1.json")))
+    gone = Rule(Verb.READ, "manifest-1.json", fail(BlobNotFound("gone", file="manifest-1.json")), times=1000)
     with pytest.raises(CheckpointReplaced, match=r"manifest-1\.json was removed"):
         resolve(FaultStore(inner, [gone]))
 

@@ -21,11 +21,9 @@ def test_whole_files_load(files: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_one_flipped_bit_of_every_byte_is_found(files: dict[str, bytes]) -> None:
-    """In each file, each byte with one bit flipped makes the load fail."""
-    undetected = [
-        (name, bit) for name in files for bit, damaged in flipped(files, name, bits=(0, 3, 7, 5)) if not is_detected(damaged)
-    ]
+def test_flipped_bits_are_found(files: dict[str, bytes]) -> None:
+    """In each file, flipping one bit (every 19th: each place in a byte in turn) makes the load fail."""
+    undetected = [(name, bit) for name in files for bit, damaged in flipped(files, name, step=19) if not is_detected(damaged)]
     assert [] == undetected
 
 

@@ -43,14 +43,12 @@ def is_detected(files: dict[str, bytes]) -> bool:
     return False
 
 
-def flipped(files: dict[str, bytes], name: str, *, bits: tuple[int, ...] | None = None) -> Iterator[tuple[int, dict[str, bytes]]]:
-    """The files with each bit of one flipped in turn; `bits`: only these of every byte, chosen round-robin."""
-    whole = files[name]
-    for position in range(len(whole)):
-        for bit in range(8) if bits is None else (bits[position % len(bits)],):
-            damaged = bytearray(whole)
-            damaged[position] ^= 1 << bit
-            yield position * 8 + bit, {**files, name: bytes(damaged)}
+def flipped(files: dict[str, bytes], name: str, *, step: int = 1) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """The files with each bit (every `step`-th) of one flipped in turn."""
+    for where in range(0, 8 * len(files[name]), step):
+        damaged = bytearray(files[name])
+        damaged[where // 8] ^= 1 << where % 8
+        yield where, {**files, name: bytes(damaged)}
 
 
 def cut(files: dict[str, bytes], name: str, *, step: int = 1) -> Iterator[tuple[int, dict[str, bytes]]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +84,7 @@ class Scene:
     def plan_load(self, wanted: ShardTable, tails: Mapping[int, Tail], max_gap_nbytes: int = 0) -> LoadPlan:
         """The reads that fill `wanted`, none longer than a block of the pool."""
         layouts = {blob: BlobLayout.of(tail) for blob, tail in tails.items()}
-        limits = ReadLimits(self.pool.block_nbytes, max_gap_nbytes, self.pool.block_nbytes)
+        limits = ReadLimits(self.pool.block_nbytes, max_gap_nbytes)
         return plan_reads(wanted, make_index([self.plan], self.plan.shards.tensors), layouts, limits=limits)
 
     def load(self, store: Store, manifest: Manifest, job: ReadJob = ReadJob()) -> Arrays:  # noqa: B008 - frozen
@@ -115,6 +117,29 @@ def make_local_store(root: Path) -> LocalStore:
 def count_descriptors() -> int:
     """Open files of this process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def join_threads(*names: str) -> None:
+    """Wait for all threads whose names begin with one of these."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(names):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+class CtrlC:
+    """Interrupts of the main thread, each of which has arrived when `press` returns on another thread."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+
+    def press(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self._arrived.acquire(timeout=30)
+
+    def handle(self, _number: int, _frame: object) -> None:
+        self._arrived.release()
+        raise KeyboardInterrupt
 
 
 def assert_equal(expected: Arrays, found: Arrays) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -65,3 +67,25 @@ def test_loan_in_use_is_replaced_and_never_lent_again() -> None:
     loan.release(block)
     assert 1 == pool.num_free
     assert block is not pool.acquire(0)
+
+
+def test_thread_left_behind_gets_no_block_of_a_settled_loan() -> None:
+    """What it took nobody would ever give back."""
+    pool = make_pool(2)
+    loan = Loan(pool)
+    loan.settle(is_in_use=True)
+    with pytest.raises(RuntimeError, match="is over"):
+        loan.acquire(0)
+    assert 2 == pool.num_free
+
+
+def test_waiting_thread_gets_the_block_that_is_released() -> None:
+    """A release wakes who waits for a block."""
+    pool, found = make_pool(1), []
+    block = pool.acquire()
+    assert block is not None
+    thread = threading.Thread(target=lambda: found.append(pool.acquire(30)))
+    thread.start()
+    pool.release(block)
+    thread.join(timeout=30)
+    assert [block] == found

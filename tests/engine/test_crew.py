@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from anyshard.engine.crew import Crew, Patience, StorageStuck
+from anyshard.errors import LimitExceeded
+
+from .scene import CtrlC, join_threads
 
 IMPATIENT = Patience(timeout_s=0.3, report_s=0.1)
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """An event to block threads on; opened at the end so that none stays behind."""
-    event = threading.Event()
-    yield event
-    event.set()
 
 
 def test_all_tasks_are_done_when_the_context_is_left() -> None:
@@ -69,10 +63,8 @@ def test_nothing_starts_after_the_wait_was_given_up(gate: threading.Event) -> No
     with pytest.raises(StorageStuck), Crew(1, name="test", patience=IMPATIENT) as crew:
         crew.submit(gate.wait)
         crew.submit(lambda: done.append(1))
-    threads = [thread for thread in threading.enumerate() if thread.name == "test-0"]
     gate.set()
-    for thread in threads:
-        thread.join(timeout=10)
+    join_threads("test-")
     assert [] == done
     assert not crew.has_stragglers
 
@@ -91,3 +83,108 @@ def test_stuck_call_is_logged_then_raised_with_its_file(gate: threading.Event, c
     assert "data/model/0.0.bin" == raised.value.file
     assert crew.has_stragglers
     assert any("no progress" in message and "data/model/0.0.bin" in message for message in caplog.messages)
+
+
+def test_threads_come_with_tasks_and_go_with_them() -> None:
+    """However many threads are allowed, there are never more than tasks, and none outlives the last task."""
+    before, met = threading.active_count(), threading.Barrier(3)
+    with Crew(1_000_000, name="test", patience=Patience()) as crew:
+        for _ in range(3):
+            crew.submit(lambda: met.wait(timeout=30))
+        assert threading.active_count() <= before + 3
+    assert before == threading.active_count()
+
+
+def limit_threads(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
+    """Let the system start `num_threads` further threads of a crew, and no more."""
+    start, left = threading.Thread.start, iter(range(num_threads))
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        if thread.name.startswith("test-") and next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+
+
+def test_the_threads_that_could_be_started_do_all_tasks(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> None:
+    """A system that starts one thread of eight makes it slower, not fail."""
+    limit_threads(monkeypatch, 1)
+    done: list[int] = []
+    with Crew(8, name="test", patience=Patience()) as crew:
+        crew.submit(lambda: done.append(int(gate.wait(timeout=30))))
+        for i in range(2, 20):
+            crew.submit(lambda i=i: done.append(i))
+        gate.set()
+    assert list(range(1, 20)) == done
+
+
+def test_no_thread_at_all_is_an_error_that_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then nothing can be done, and what was shared is still put away."""
+    limit_threads(monkeypatch, 0)
+    put_away: list[int] = []
+    crew = Crew(8, name="test", patience=Patience(), at_rest=lambda: put_away.append(1))
+    with pytest.raises(LimitExceeded, match="threads=8"), crew:
+        crew.submit(lambda: None)
+    assert ([1], False) == (put_away, crew.has_stragglers)
+
+
+def test_interrupt_is_raised_when_running_tasks_have_ended(ctrl_c: CtrlC) -> None:
+    """Ctrl-C while the owner waits stops what has not begun, and leaves no thread that still does something."""
+    done: list[str] = []
+
+    def run() -> None:
+        ctrl_c.press()
+        done.append("first")
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt), Crew(1, name="test", patience=Patience()) as crew:
+        crew.submit(run)
+        crew.submit(lambda: done.append("second"))
+    assert (["first"], False, before) == (done, crew.has_stragglers, threading.active_count())
+
+
+def test_second_interrupt_ends_the_wait(ctrl_c: CtrlC, gate: threading.Event) -> None:
+    """Whoever presses Ctrl-C again does not want to wait for a storage that hangs."""
+
+    def run() -> None:
+        ctrl_c.press()
+        ctrl_c.press()
+        gate.wait()
+
+    with pytest.raises(KeyboardInterrupt), Crew(1, name="test", patience=Patience()) as crew:
+        crew.submit(run)
+    assert crew.has_stragglers
+
+
+def test_interrupt_in_a_hanging_storage_is_raised_in_time(ctrl_c: CtrlC, gate: threading.Event) -> None:
+    """The wait for running tasks ends with the patience, as the interrupt that it was."""
+
+    def run() -> None:
+        ctrl_c.press()
+        gate.wait()
+
+    with pytest.raises(KeyboardInterrupt), Crew(1, name="test", patience=IMPATIENT) as crew:
+        crew.submit(run)
+    assert crew.has_stragglers
+
+
+def test_last_straggler_puts_away(gate: threading.Event) -> None:
+    """What tasks share is put away once, when the last of them is over, also long after the owner has left."""
+    events: list[str] = []
+    crew = Crew(2, name="test", patience=IMPATIENT, at_rest=lambda: events.append("put away"))
+    with pytest.raises(StorageStuck), crew:
+        for _ in range(2):
+            crew.submit(lambda: events.append("back") if gate.wait() else None)
+    assert [] == events
+    gate.set()
+    join_threads("test-")
+    assert ["back", "back", "put away"] == events
+
+
+def test_at_rest_runs_on_a_thread_of_the_crew_before_the_owner_leaves() -> None:
+    """What is put away may call a storage that hangs, so it is not done by the owner."""
+    names: list[str] = []
+    with Crew(2, name="test", patience=Patience(), at_rest=lambda: names.append(threading.current_thread().name)):
+        pass
+    assert ["test-0"] == names

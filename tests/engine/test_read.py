@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,28 @@ from hypothesis import strategies as st
 
 from anyshard.engine.crew import Patience, StorageStuck
 from anyshard.engine.read import ReadJob, open_blobs
-from anyshard.errors import CheckpointDamaged, StorageError
+from anyshard.engine.readers import OpenFiles
+from anyshard.errors import CheckpointDamaged, CheckpointReplaced, StorageError
 from anyshard.records.handles import ArrayDestination
 from anyshard.records.manifest import Manifest
 from anyshard.records.tables import ShardTable
 from anyshard.records.tail import CELL_NBYTES
 from anyshard.storage.memory import MemoryStore
-from anyshard.storage.wrappers import CountingStore, FaultStore, Rule, Verb, do_before, fail, flip_bit
+from anyshard.storage.wrappers import Action, Call, CountingStore, FaultStore, Rule, Verb, do_before, fail, flip_bit
 
-from .scene import Scene, assert_equal, count_descriptors, make_arrays, make_local_store, make_pool, make_scene
+from .scene import (
+    CtrlC,
+    Scene,
+    assert_equal,
+    count_descriptors,
+    join_threads,
+    make_arrays,
+    make_local_store,
+    make_pool,
+    make_scene,
+)
+
+IMPATIENT = ReadJob(patience=Patience(timeout_s=0.3, report_s=0.1))
 
 SIZES = {"model/a": 100, "model/b": 3 * CELL_NBYTES + 5, "model/c": 70_000, "optimizer/m": 2 * CELL_NBYTES, "optimizer/v": 8}
 
@@ -43,7 +56,18 @@ def rewrite(store: MemoryStore, name: str, change: Callable[[bytearray], None]) 
         writer.finish()
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+def lose_time(gate: threading.Event) -> Action:
+    """The call is done, but does not come back before the gate is open."""
+
+    def act(_call: Call, run: Callable[[], object]) -> object:
+        result = run()
+        gate.wait()
+        return result
+
+    return act
+
+
+@pytest.mark.parametrize("threads", [1, 4, 1_000_000])
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_what_was_written_is_read(threads: int, num_blocks: int) -> None:
     """Whatever the number of threads and blocks, every byte comes back."""
@@ -217,16 +241,123 @@ def test_read_error_stops_all_threads(scene: Scene) -> None:
     assert (4, before) == (scene.pool.num_free, threading.active_count())
 
 
-def test_stuck_read_ends_with_the_name_of_its_file(scene: Scene) -> None:
+def test_stuck_read_ends_with_the_name_of_its_file(scene: Scene, gate: threading.Event) -> None:
     """A read that never returns fails the load after the set time, naming file and position (B021)."""
     manifest = scene.write(inner := MemoryStore())
-    gate = threading.Event()
     store = FaultStore(inner, [Rule(Verb.READ_INTO, manifest.blobs[1].name, do_before(gate.wait), nth=3)])
-    try:
-        with pytest.raises(StorageStuck, match=r"read data/optimizer/0\.0-1-abcdefghijklm\.bin at byte 0"):
-            scene.load(store, manifest, ReadJob(patience=Patience(timeout_s=0.3, report_s=0.1)))
-    finally:
+    with pytest.raises(StorageStuck, match=r"read data/optimizer/0\.0-1-abcdefghijklm\.bin at byte 0"):
+        scene.load(store, manifest, IMPATIENT)
+
+
+@pytest.mark.parametrize(("nth", "doing"), [(1, "read"), (2, "read"), (3, "read")])
+def test_every_read_of_a_hanging_store_ends(scene: Scene, gate: threading.Event, nth: int, doing: str) -> None:
+    """Tail, head and values are read with the same patience as tensors."""
+    manifest = scene.write(inner := MemoryStore())
+    store = FaultStore(inner, [Rule(Verb.READ_INTO, manifest.blobs[0].name, do_before(gate.wait), nth=nth)])
+    with (
+        pytest.raises(StorageStuck, match=f"{doing} data/model"),
+        open_blobs(store, manifest, blobs=[0], job=IMPATIENT, pool=scene.pool) as blobs,
+    ):
+        blobs.read_values("model")
+
+
+def test_blob_that_opens_too_late_is_closed(scene: Scene, tmp_path: Path, gate: threading.Event) -> None:
+    """A store that answers `open_blob` after the load has given up leaves no file open."""
+    manifest = scene.write(local := make_local_store(tmp_path))
+    before = count_descriptors()
+    store = FaultStore(local, [Rule(Verb.OPEN_BLOB, manifest.blobs[0].name, do_before(gate.wait))])
+    with pytest.raises(StorageStuck, match="open data/model"):
+        scene.load(store, manifest, IMPATIENT)
+    gate.set()
+    join_threads("anyshard-open")
+    assert before == count_descriptors()
+
+
+def test_thread_left_behind_places_nothing(scene: Scene, gate: threading.Event) -> None:
+    """Bytes that arrive after the load has failed go nowhere: its destinations may hold the next load's by then."""
+    manifest = scene.write(inner := MemoryStore())
+    name = manifest.blobs[1].name
+    store = FaultStore(inner, [Rule(Verb.READ_INTO, name, lose_time(gate), nth=3, times=9)])
+    found = {address: np.zeros_like(array) for address, array in scene.arrays.items()}
+    destinations = [ArrayDestination(found[address]) for address in scene.plan.shards.tensors.addresses]
+    with pytest.raises(StorageStuck, match=name):
+        scene.fill(store, manifest, destinations, IMPATIENT)
+    gate.set()
+    join_threads("anyshard-read")
+    assert {0} == {int(found[address].max()) for address in ("optimizer/m", "optimizer/v")}
+
+
+def test_interrupted_load_places_nothing_later(scene: Scene, ctrl_c: CtrlC) -> None:
+    """When Ctrl-C comes out of a load its threads are gone, and with them everything that would change a tensor."""
+    manifest = scene.write(inner := MemoryStore())
+    store = FaultStore(inner, [Rule(Verb.READ_INTO, manifest.blobs[1].name, do_before(ctrl_c.press), nth=3)])
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        scene.load(store, manifest)
+    assert (4, before) == (scene.pool.num_free, threading.active_count())
+
+
+def test_thread_left_behind_keeps_its_file(scene: Scene, tmp_path: Path, gate: threading.Event) -> None:
+    """A late read still reads its own blob, whatever files were opened meanwhile, and closes it in the end."""
+    manifest, read = scene.write(local := make_local_store(tmp_path)), []
+    before = count_descriptors()
+
+    def hang(call: Call, run: Callable[[], None]) -> None:
+        gate.wait()
+        run()
+        read.append(bytes(call.buffer or b""))
+
+    with pytest.raises(StorageStuck):
+        scene.load(FaultStore(local, [Rule(Verb.READ_INTO, manifest.blobs[1].name, hang, nth=3)]), manifest, IMPATIENT)
+    (other := tmp_path / "other").write_bytes(bytes(1 << 21))
+    with ExitStack() as files:
+        for _ in range(8):
+            files.enter_context(other.open("rb"))
         gate.set()
+        join_threads("anyshard-read")
+    name = manifest.blobs[1].name
+    assert [(tmp_path / name).read_bytes()[: len(read[0])]] == read
+    assert before == count_descriptors()
+
+
+def test_blobs_are_opened_again_when_too_many_are_open(scene: Scene, tmp_path: Path) -> None:
+    """With one idle file for two blobs everything still comes back, and the other blob's file is closed meanwhile."""
+    manifest = scene.write(local := make_local_store(tmp_path))
+    store, before = CountingStore(local), count_descriptors()
+    job = ReadJob(threads=1, files=OpenFiles(max_idle=1))
+    assert_equal(scene.arrays, scene.load(store, manifest, job))
+    assert (4, before) == (store.count(Verb.OPEN_BLOB).calls, count_descriptors())
+    assert_equal(scene.arrays, scene.load(store, manifest))
+    assert 6 == store.count(Verb.OPEN_BLOB).calls
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_blob_that_changed_while_it_was_closed_is_told(scene: Scene, is_gone: bool) -> None:
+    """A blob that has to be opened again and is gone, or another one, means that the checkpoint was replaced."""
+    manifest = scene.write(store := MemoryStore())
+    job = ReadJob(threads=1, files=OpenFiles(max_idle=1))
+    with open_blobs(store, manifest, blobs=[0, 1], job=job, pool=scene.pool) as blobs:
+        name = manifest.blobs[0].name
+        store.delete([name]) if is_gone else rewrite(store, name, lambda data: data.extend(b"more"))
+        with pytest.raises(CheckpointReplaced, match="Open the checkpoint again"):
+            blobs.read_values("model")
+
+
+def test_removed_blobs_stay_readable_while_they_are_open(scene: Scene, tmp_path: Path) -> None:
+    """Up to the bound of open files, what was opened is read to the end though its name is gone."""
+    manifest = scene.write(store := make_local_store(tmp_path))
+    with open_blobs(store, manifest, blobs=[0, 1], job=ReadJob(), pool=scene.pool) as blobs:
+        store.delete([entry.name for entry in manifest.blobs])
+        assert scene.values == {section: blobs.read_values(section) for section in manifest.sections}
+
+
+def test_closed_blobs_are_read_no_more(scene: Scene) -> None:
+    """A read after the context is an error that says so."""
+    manifest = scene.write(store := MemoryStore())
+    with open_blobs(store, manifest, blobs=[0, 1], job=ReadJob(), pool=scene.pool) as blobs:
+        pass
+    with pytest.raises(StorageError, match="expected an open checkpoint, found a closed one"):
+        blobs.read_values("model")
 
 
 @pytest.mark.parametrize("is_whole", [True, False])

@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from anyshard.engine.crew import Patience, StorageStuck
+from anyshard.engine.slots import describe_blob
 from anyshard.engine.write import WriteJob, write_blobs
 from anyshard.errors import InvalidAppState, StorageFull
 from anyshard.monitor.events import Emitter
 from anyshard.monitor.sinks import RecordingSink
+from anyshard.planning.pack import plan_save
 from anyshard.records.digests import cell_digests
 from anyshard.records.handles import ArraySource
 from anyshard.records.layout import lay_out
+from anyshard.records.tables import make_tensor_table, whole_shards
 from anyshard.records.tail import BLOB_ALIGNMENT, CELL_NBYTES, HEAD_NBYTES, decode_tail, encode_head
+from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
-from anyshard.storage.wrappers import Call, FaultStore, Rule, SequentialStore, Verb, WrapperStore, fail
+from anyshard.storage.wrappers import Call, FaultStore, Rule, SequentialStore, Verb, WrapperStore, do_before, fail
 
-from .scene import ATTEMPT, Scene, assert_equal, count_descriptors, make_arrays, make_local_store, make_pool, make_scene
+from .scene import (
+    ATTEMPT,
+    CtrlC,
+    Scene,
+    assert_equal,
+    count_descriptors,
+    join_threads,
+    make_arrays,
+    make_local_store,
+    make_pool,
+    make_scene,
+)
+
+IMPATIENT = Patience(timeout_s=0.3, report_s=0.1)
 
 MIXED = {
     "model/a": 100,
@@ -186,20 +204,64 @@ def test_source_of_another_length_is_refused(scene: Scene) -> None:
         write_blobs(MemoryStore(), scene.plan, sources=sources, job=job, pool=scene.pool)
 
 
-def test_stuck_write_ends_with_the_name_of_its_file(scene: Scene) -> None:
+def test_stuck_write_ends_with_the_name_of_its_file(scene: Scene, gate: threading.Event) -> None:
     """A write that never returns fails the save; its block is never lent again."""
-    gate, stuck = threading.Event(), []
+    stuck = []
 
     def hang(call: Call, _run: object) -> None:
         stuck.append(np.frombuffer(call.buffer, np.uint8))
         gate.wait()
 
     store = FaultStore(MemoryStore(), [Rule(Verb.WRITE_AT, "data/*", hang)])
-    try:
-        with pytest.raises(StorageStuck, match=r"write data/model/0\.0-1-abcdefghijklm\.bin at byte 0"):
-            scene.write(store, patience=Patience(timeout_s=0.3, report_s=0.1))
-        assert 4 == scene.pool.num_free
-        blocks = [np.frombuffer(scene.pool.acquire(), np.uint8) for _ in range(4)]
-        assert not any(np.shares_memory(block, stuck[0]) for block in blocks)
-    finally:
-        gate.set()
+    with pytest.raises(StorageStuck, match=r"write data/model/0\.0-1-abcdefghijklm\.bin at byte 0"):
+        scene.write(store, patience=IMPATIENT)
+    assert 4 == scene.pool.num_free
+    blocks = [np.frombuffer(scene.pool.acquire(), np.uint8) for _ in range(4)]
+    assert not any(np.shares_memory(block, stuck[0]) for block in blocks)
+
+
+@pytest.mark.parametrize("verb", [Verb.CREATE_BLOB, Verb.WRITE_AT, Verb.FINISH])
+def test_what_a_stuck_call_held_is_closed_when_it_comes_back(
+    scene: Scene, tmp_path: Path, gate: threading.Event, verb: Verb
+) -> None:
+    """The thread that was left behind closes all files and removes the unfinished ones."""
+    local, before = make_local_store(tmp_path), count_descriptors()
+    store = FaultStore(local, [Rule(verb, "data/optimizer/*", do_before(gate.wait))])
+    with pytest.raises(StorageStuck, match="data/optimizer"):
+        scene.write(store, patience=IMPATIENT)
+    gate.set()
+    join_threads("anyshard-write")
+    assert (before, 4) == (count_descriptors(), scene.pool.num_free)
+    assert [] == [entry.key for entry in local.list("data/optimizer/").entries if verb is not Verb.FINISH]
+
+
+@pytest.mark.parametrize("verb", [Verb.CREATE_BLOB, Verb.WRITE_AT, Verb.FINISH])
+def test_interrupted_save_leaves_nothing_open(scene: Scene, tmp_path: Path, ctrl_c: CtrlC, verb: Verb) -> None:
+    """After Ctrl-C no thread, no file and no block is kept, and no unfinished blob is there."""
+    local, before = make_local_store(tmp_path), (count_descriptors(), threading.active_count())
+    store = FaultStore(local, [Rule(verb, "data/*", do_before(ctrl_c.press), nth=2)])
+    with pytest.raises(KeyboardInterrupt):
+        scene.write(store)
+    assert (*before, 4) == (count_descriptors(), threading.active_count(), scene.pool.num_free)
+    sizes = {entry.nbytes for name in ("model", "optimizer") for entry in local.list(f"data/{name}/").entries}
+    assert sizes <= {entry.nbytes for entry in scene.write(MemoryStore()).blobs}
+
+
+def test_few_blobs_are_open_at_once(few_files: None, tmp_path: Path) -> None:
+    """Four hundred sections are saved and loaded under a limit of open files that they do not fit in."""
+    scene = make_scene(make_arrays({f"s{i}/w": 16 for i in range(400)}))
+    store = LocalStore(tmp_path)
+    store.prepare([f"data/s{i}/" for i in range(400)])
+    assert_equal(scene.arrays, scene.load(store, scene.write(store)))
+
+
+def test_many_ties_cost_little(scene: Scene) -> None:
+    """A hundred thousand names of one tensor are listed in the time of one pass over them."""
+    names = [f"m/{i:06}" for i in range(100_000)]
+    tensors = make_tensor_table(names, ["uint8"] * len(names), [(3,)] * len(names), dict.fromkeys(names[1:], names[0]))
+    plan = plan_save(whole_shards(tensors), ["m"], rank=0, max_blob_nbytes=1 << 30)
+    identity = WriteJob(1, ATTEMPT, None, None, 1, "test", {}).identify(plan.blobs[0])
+    began = time.process_time()
+    tail = describe_blob(plan.shards, plan.blobs[0], identity=identity, values_nbytes=None)
+    assert time.process_time() - began < 5
+    assert {names[0]: tuple(names[1:])} == tail.also

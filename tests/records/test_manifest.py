@@ -145,6 +145,7 @@ def test_loose_json_is_damage(text, reason):
         ("sections", ["model", "model"]),
         ("sections", ["other"]),
         ("sections", ["model", "other"]),
+        ("step", 1 << 62),
         ("user", []),
         ("blobs", {}),
         ("blobs", [7]),
@@ -241,7 +242,43 @@ def test_user_members_that_json_would_change_are_refused(user, address):
     assert address == caught.value.address
 
 
-@pytest.mark.parametrize("changes", [{"run_id": "r" * 2000}, {"user": {"x": [0] * 1_000_001}}, {"user": {"x": "y" * (64 << 20)}}])
+def nest(depth):
+    return {} if depth == 1 else {"a": nest(depth - 1)}
+
+
+def test_user_is_taken_as_deep_as_it_can_be_read():
+    """What is attached at the greatest depth comes back; one level more is refused before it is written."""
+    manifest = make_manifest(user=nest(31))
+    assert manifest == decode_manifest(encode_manifest(manifest), file=FILE)
+    with pytest.raises(UnsupportedValue, match="nested"):
+        encode_manifest(make_manifest(user=nest(32)))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65_537])
+def test_section_names_are_neither_empty_nor_too_long(name):
+    """A section has a name that blobs can repeat in their tails."""
+    with pytest.raises(LimitExceeded, match="names of 1 to"):
+        encode_manifest(dataclasses.replace(make_tombstone(), sections=(name,)))
+
+
+def test_section_without_a_blob_of_rank_0_is_damage():
+    """Each section has the blob that holds its shared values."""
+    tree = members() | {"world_size": 2}
+    for blob in tree["blobs"]:
+        blob["rank"] = 1
+    with pytest.raises(CheckpointDamaged, match="of rank 0 for section 'model'"):
+        decode_manifest(sign(json.dumps(tree)), file=FILE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run_id": "r" * 2000},
+        {"step": 1 << 62},
+        {"user": {"x": [0] * 1_000_001}},
+        {"user": {"x": "y" * (64 << 20)}},
+    ],
+)
 def test_too_large_manifest_is_refused_before_it_is_written(changes):
     """What no reader would take is not written."""
     with pytest.raises(LimitExceeded):

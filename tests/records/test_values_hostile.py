@@ -34,6 +34,7 @@ SHAPES = {
     "nothing": b"",
     "a number cut": b"\xcb\x00",
     "a cut number at the end of a list": b"\x92\x01\xcd\x01",
+    "a float of 32 bits": b"\xca\x3f\x80\x00\x00",
     "a str cut": b"\xa5abc",
     "a long str cut": b"\xdb\xff\xff\xff\xff",
     "a list that claims 4 billion items": b"\xdd\xff\xff\xff\xff",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,8 @@ from anyshard.records.values import (
     TensorMark,
     collect_marks,
     is_container,
+    iterate_leaves,
+    label_item,
     list_components,
     map_leaves,
     map_marks,
@@ -116,3 +119,18 @@ def test_depth_is_bounded():
         tree = [tree]
     with pytest.raises(LimitExceeded, match="at most 64 nested"):
         visit(tree)
+
+
+def test_leaves_are_listed_once_and_in_order():
+    """Numbers, text and None are passed over, shared containers listed once, cycles end."""
+    shared = [b"s"]
+    tree = {"a": [1, b"x", (None, "t", 2j)], "n": types.SimpleNamespace(b=shared, c=[{3}]), "s": shared, "q": deque([b"y"])}
+    tree["cycle"] = tree
+    assert [b"x", b"s", {3}, b"y"] == list(iterate_leaves(tree))
+    assert [b"top"] == list(iterate_leaves(b"top"))
+
+
+def test_labels_of_items_never_fail():
+    """Positions and keys as in addresses; a key that no address can hold is shown by its type."""
+    labels = [label_item([5], 0), label_item({"a/b": 1}, "a/b"), label_item({Path("x"): 1}, Path("x"))]
+    assert ["0", "a~1b", f"~?{type(Path()).__name__}"] == labels

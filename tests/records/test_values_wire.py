@@ -61,7 +61,7 @@ WIRE = [
     (datetime.date(2024, 2, 3), "c70b17" + "aa323032342d30322d3033"),
     (datetime.timedelta(days=-1, seconds=2), "d618" + "93ff0200"),
     (uuid.UUID(int=5), "c71219" + "c410" + "00" * 15 + "05"),
-    (Unregistered("app.Point", [1]), "c70d1a" + "92a96170702e506f696e749101"),
+    (Unregistered("app.Point", [1], bytes.fromhex("92a96170702e506f696e749101")), "c70d1a" + "92a96170702e506f696e749101"),
 ]
 
 

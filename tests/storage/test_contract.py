@@ -11,7 +11,16 @@ from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.posix.publish import PRIMITIVES, Primitive
 from anyshard.storage.protocol import Store
-from anyshard.storage.wrappers import CountingStore, FaultStore, LatencyStore, SequentialStore, ThrottledStore, Verb, WrapperStore
+from anyshard.storage.wrappers import (
+    CountingStore,
+    FaultStore,
+    LatencyStore,
+    SequentialStore,
+    ThrottledStore,
+    TimedStore,
+    Verb,
+    WrapperStore,
+)
 from anyshard.testing.store_contract import MakeStore, StoreContract
 
 
@@ -63,4 +72,4 @@ class TestSequential(StoreContract):
 
 def _wrapped() -> Store:
     throttled = ThrottledStore(FaultStore(MemoryStore(), ()), nbytes_per_s=1.0, sleep=float)
-    return WrapperStore(CountingStore(LatencyStore(throttled, {Verb.CREATE: 1.0}, sleep=float)))
+    return TimedStore(WrapperStore(CountingStore(LatencyStore(throttled, {Verb.CREATE: 1.0}, sleep=float))), 60)

@@ -81,6 +81,13 @@ def test_prepare_syncs_each_directory_it_made_and_its_parent(quick_path: Path, l
     assert [*(f"sync {name}" for name in below), "prepare.done"] == log[-len(below) - 1 :]
 
 
+def test_prepare_syncs_each_directory_once(quick_path: Path, log: list[str]) -> None:
+    """Many sections cost one sync each, and do not sync the directories above them again and again."""
+    sections = [f"s{i}" for i in range(20)]
+    make_logged_store(quick_path / "step_1", log).prepare(("data/", *(f"data/{section}/" for section in sections)))
+    assert ["sync step_1", "sync data", *(f"sync {section}" for section in sections), "prepare.done"] == log[-23:]
+
+
 def test_prepare_syncs_what_an_earlier_process_made(quick_path: Path, log: list[str]) -> None:
     """A directory that was there is synced again, with its parent: who made it may have died before it did so."""
     (quick_path / "step_1" / "data").mkdir(parents=True)

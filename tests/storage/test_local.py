@@ -278,7 +278,8 @@ def test_errors_leave_no_descriptor_open(store: LocalStore, tmp_path: Path) -> N
     path_of(store, "link").symlink_to(tmp_path)
     os.mkfifo(path_of(store, "pipe"))
     write_blob(store, "data/a", b"x")
-    refused = [verb for key in ("link", "pipe", "link/a", "data/a/b", "none/a") for verb in verbs_on(store, key)]
+    refused = [verb for key in ("link", "pipe", "link/a", "data/a/b") for verb in verbs_on(store, key)]
+    refused += verbs_on(store, "none/a")[:4]  # creating a blob makes its directory
     before = len(list(Path("/proc/self/fd").iterdir()))
     for verb in refused:
         with contextlib.suppress(StorageError, InvalidPath):

@@ -213,4 +213,4 @@ def test_sequential_store_refuses_writes_at_once() -> None:
 def test_sequential_store_says_so() -> None:
     """Only `parallel_writes` differs from the inner store."""
     capabilities = SequentialStore(MemoryStore()).capabilities
-    assert (False, True, 1) == (capabilities.parallel_writes, capabilities.guarded, capabilities.alignment)
+    assert (False, True) == (capabilities.parallel_writes, capabilities.guarded)

@@ -10,6 +10,7 @@ from anyshard.adapters.modules import capture_modules
 from anyshard.adapters.optimizers import capture_optimizers
 from anyshard.adapters.recognise import Kind, parts_of, recognise, unwrap
 from anyshard.adapters.survey import Survey, survey
+from anyshard.errors import LimitExceeded
 from anyshard.records.addresses import component, join_address
 from anyshard.records.captured import Captured
 from anyshard.records.values import ValueRegistry, list_components, list_items, rebuild_container
@@ -21,8 +22,11 @@ def capture(app_state: Mapping[str, object], *, registry: ValueRegistry) -> Capt
     Raises `UnsupportedValue` and `InvalidAppState`, which name the address, for what cannot be stored. Values are checked
     when the trees are encoded.
     """
-    capturer = _Capturer(survey(app_state, registry))
-    trees = {name: capturer.visit(value, component(name)) for name, value in app_state.items()}
+    try:
+        capturer = _Capturer(survey(app_state, registry))
+        trees = {name: capturer.visit(value, component(name)) for name, value in app_state.items()}
+    except RecursionError:
+        raise LimitExceeded("the app state is nested deeper than Python can follow; flatten it") from None
     return capturer.collector.finish(trees)
 
 

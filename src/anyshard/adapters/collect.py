@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from anyshard.adapters.overlaps import find_common_runs, find_overlaps, make_place, overlaps_itself
 from anyshard.adapters.recognise import holds
-from anyshard.adapters.tensors import array_bits, dtype_name, inner_tensors, is_flattened, source_of, synchronise
+from anyshard.adapters.tensors import (
+    MAX_NDIM,
+    array_bits,
+    dtype_name,
+    identity,
+    inner_tensors,
+    is_flattened,
+    source_of,
+    synchronise,
+)
 from anyshard.errors import InvalidAppState, UnsupportedValue
 from anyshard.records.addresses import join_address, section_of, show
 from anyshard.records.arrays import numpy_dtype
@@ -20,6 +31,8 @@ from anyshard.records.dtypes import DTYPES
 from anyshard.records.handles import ArraySource, Source
 from anyshard.records.tables import make_tensor_table, whole_shards
 from anyshard.records.values import LARGE_VALUE_NBYTES, TensorMark, map_leaves
+
+_SHOWN = 8  # pairs of tensors that share memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +76,27 @@ class Collector:
             for names in (sorted(names, key=str.encode) for _, names in self._tensors.values())
             for address in names[1:]
         }
+        self._warn_of_shared_memory()
         synchronise(tensor.device for tensor, _ in self._tensors.values())
         leaves = self._leaves.values()
         table = make_tensor_table(tuple(self._leaves), [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves], aliases)
         shards = whole_shards(table)
         sources = tuple(self._leaves[table.addresses[tensor]].source for tensor in shards.tensor)
         return Captured(shards, sources, trees, tuple(self._warnings))
+
+    def _warn_of_shared_memory(self) -> None:
+        """Say which tensors lie on memory of another one; tied ones, which are the same elements, are no such case."""
+        distinct = {identity(tensor): (tensor, names[0]) for tensor, names in self._tensors.values() if tensor.numel()}
+        by_storage: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        for tensor, name in distinct.values():
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((tensor, name))
+            if overlaps_itself(tensor):
+                self.warn(f"{show(name)}: an expanded tensor is stored in full; make it contiguous before a load into it")
+        shared = (pair for pairs in by_storage.values() if len(pairs) > 1 for pair in pairs)
+        overlaps = find_overlaps(make_place(name, tensor) for tensor, name in shared)
+        for one, other in islice(overlaps, _SHOWN):
+            advice = "; a load into such tensors needs exclude=[...]" if find_common_runs(one, other) is None else ""
+            self.warn(f"{show(one.name)} and {show(other.name)}: share memory, and are stored in full each{advice}")
 
     def _take_leaf(self, value: object, address: str) -> object:
         if isinstance(value, torch.Tensor):
@@ -97,11 +125,10 @@ class Collector:
 
 def _leaf_of_array(array: NDArray[Any], address: str) -> _Leaf:
     name = array.dtype.name
-    native = array.dtype.newbyteorder("=")
-    if name not in DTYPES or numpy_dtype(name) != native:
+    if name not in DTYPES or numpy_dtype(name) != array.dtype or array.ndim > MAX_NDIM:
         raise UnsupportedValue(
-            f"{show(address)}: expected a numpy array of a numeric dtype, found {array.dtype!r}; convert it with astype",
+            f"{show(address)}: expected a numpy array of a numeric dtype in native byte order and at most {MAX_NDIM} dims, found "
+            f"{array.dtype!r} and {array.ndim}; convert it with astype or reshape it",
             address=address,
         )
-    dense = array.astype(native, copy=False)
-    return _Leaf(name, array.shape, ArraySource(array_bits(dense)))
+    return _Leaf(name, array.shape, ArraySource(array_bits(array)))

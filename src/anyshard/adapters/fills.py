@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
-from numpy.lib.array_utils import byte_bounds
 from numpy.typing import NDArray
 
 from anyshard.adapters.findings import Findings
+from anyshard.adapters.overlaps import Owner, find_common_runs, find_overlaps, make_place, overlaps_itself
 from anyshard.adapters.tensors import (
     array_bits,
     can_cast,
     check_storable,
     destination_of,
     dtype_name,
-    footprint,
+    identity,
     inner_tensors,
     is_flattened,
-    is_wrapper,
     torch_dtype,
 )
 from anyshard.errors import InvalidAppState, Mismatch
 from anyshard.records.addresses import component, join_address, show
 from anyshard.records.arrays import numpy_dtype
-from anyshard.records.captured import Stored
+from anyshard.records.captured import Stored, StoredRun
 from anyshard.records.handles import ArrayDestination, Destination
 from anyshard.records.tables import NOT_AN_ALIAS, ShardTable, make_tensor_table, whole_shards
 from anyshard.records.values import TensorMark, collect_marks, map_marks
 
 Make: TypeAlias = Callable[[], Any]
 NewTensor: TypeAlias = Callable[[TensorMark, tuple[int, ...], torch.dtype], torch.Tensor]
-_MAX_OVERLAP_WORK = 10_000
+Tie: TypeAlias = tuple[StoredRun, StoredRun]
 
 
 @dataclass(slots=True)
 class _Fill:
-    """One piece of live memory, the stored tensors that want to fill it, and the live names it has."""
+    """One piece of live memory, the stored tensors that want to fill it, and the live names it has.
 
-    row: int
+    `is_image`: its memory will hold the stored bytes as they are.
+    """
+
+    owner: Owner
     destination: Destination
-    place: NDArray[np.generic]
-    device: torch.device
-    tensor: torch.Tensor | None
+    is_image: bool
     rows: set[int] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ class Fills:
 
     wanted: ShardTable
     destinations: tuple[Destination, ...]
-    ties: tuple[tuple[str, str], ...]
+    ties: tuple[Tie, ...]
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
 
@@ -64,7 +65,7 @@ class Fills:
 def make_on_cpu(mark: TensorMark, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A new plain tensor for a stored one that has no live counterpart."""
     del mark
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 @final
@@ -73,10 +74,11 @@ class Filler:
 
     def __init__(self, stored: Stored, findings: Findings) -> None:
         self._tensors = stored.tensors
-        self._rows = {address: row for row, address in enumerate(stored.tensors.addresses)}
+        self._rows = stored.tensors.rows
         self._findings = findings
         self._fills: dict[object, _Fill] = {}
         self._missing: list[tuple[str, object]] = []
+        self._ties: list[Tie] = []
         self._made: dict[tuple[int, object], torch.Tensor] = {}
 
     def shape_of(self, mark: TensorMark) -> tuple[int, ...]:
@@ -86,6 +88,12 @@ class Filler:
     def dtype_of(self, mark: TensorMark) -> str:
         """The name of the stored dtype."""
         return self._tensors.dtypes[self._rows[mark.address]]
+
+    def row_of(self, mark: TensorMark) -> int:
+        """The row of the stored tensor; equal for tied names."""
+        row = self._rows[mark.address]
+        alias = int(self._tensors.alias_of[row])
+        return row if alias == NOT_AN_ALIAS else alias
 
     def fits(self, node: object, live: torch.Tensor) -> bool:
         """Whether a stored node is a tensor of the live one's shape and dtype."""
@@ -108,7 +116,7 @@ class Filler:
         if self._findings.selection.takes(address):
             if not is_flattened(live):
                 check_storable(live, address)
-            self._missing.append((address, _identity(live)))
+            self._missing.append((address, identity(live)))
 
     def make(self, node: object, *, new_tensor: NewTensor = make_on_cpu, arrays: dict[str, NDArray[Any]] | None = None) -> Make:
         """What gives a stored tree with all its leaves in place of the marks; call it after the fill.
@@ -116,21 +124,24 @@ class Filler:
         `arrays` are live arrays by address that are filled instead of new ones, where they fit.
         """
         made = {mark.address: self._make_leaf(mark, new_tensor, arrays or {}) for mark in collect_marks(node)}
-        return lambda: map_marks(node, lambda mark: made[mark.address]())
+        return (lambda: map_marks(node, lambda mark: made[mark.address]())) if made else (lambda: node)
 
     def finish(self) -> Fills:
-        """Tables of all fills; raises `InvalidAppState` for destinations that overlap one another or themselves."""
-        for address, identity in self._missing:
-            if identity not in self._fills:
+        """Tables of all fills. Destinations that overlap are tied there; raises `InvalidAppState` where that is not possible."""
+        for address, of_live in self._missing:
+            if of_live not in self._fills:
                 self._findings.miss(address)
         fills = sorted(self._fills.values(), key=lambda fill: min(fill.rows))
-        _check_places(fills)
+        for fill in fills:
+            if len(fill.rows) > 1:
+                self._tie_rows(sorted(fill.rows))
+        self._tie_overlaps(fills)
         return Fills(
             self._tabulate([min(fill.rows) for fill in fills]),
             tuple(fill.destination for fill in fills),
-            tuple(self._list_ties(fills)),
+            tuple(self._ties),
             tuple(min(fill.names, key=str.encode) for fill in fills),
-            tuple(fill.tensor for fill in fills if fill.tensor is not None),
+            tuple(fill.owner for fill in fills if isinstance(fill.owner, torch.Tensor)),
         )
 
     def _fill_inner(self, node: object, live: torch.Tensor, address: str) -> None:
@@ -153,17 +164,19 @@ class Filler:
             return False
         dtype, live_dtype = self.dtype_of(node), dtype_name(live.dtype)
         if dtype != live_dtype and not (self._findings.options.cast and can_cast(torch_dtype(dtype), live.dtype)):
-            self._findings.differ(Mismatch.DTYPE, address, expected=live_dtype, found=dtype)
+            cast = ", whose numbers it does not hold, so that cast=True does not help" if self._findings.options.cast else ""
+            self._findings.differ(Mismatch.DTYPE, address, expected=live_dtype, found=dtype + cast)
             return False
         return True
 
     def _add_tensor(self, mark: TensorMark, live: torch.Tensor, address: str) -> None:
-        row, identity = self._resolve(mark), _identity(live)
-        if identity not in self._fills:
-            destination = destination_of(live, torch_dtype(self.dtype_of(mark)))
-            self._fills[identity] = _Fill(row, destination, footprint(live), live.device, live)
-        self._fills[identity].rows.add(row)
-        self._fills[identity].names.append(address)
+        key = identity(live)
+        if key not in self._fills:
+            dtype = torch_dtype(self.dtype_of(mark))
+            is_image = dtype == live.dtype and not live.is_conj() and not live.is_neg()
+            self._fills[key] = _Fill(live, destination_of(live, dtype), is_image)
+        self._fills[key].rows.add(self.row_of(mark))
+        self._fills[key].names.append(address)
 
     def _make_leaf(self, mark: TensorMark, new_tensor: NewTensor, arrays: dict[str, NDArray[Any]]) -> Make:
         if mark.kind == "tensor":
@@ -179,7 +192,7 @@ class Filler:
     def _make_tensor(self, mark: TensorMark, new_tensor: NewTensor) -> torch.Tensor:
         tensor = new_tensor(mark, self.shape_of(mark), torch_dtype(self.dtype_of(mark)))
         # Leaves that were tied when they were saved come back as one tensor.
-        tensor = self._made.setdefault((self._resolve(mark), (tensor.device, tensor.stride())), tensor)
+        tensor = self._made.setdefault((self.row_of(mark), (tensor.device, tensor.stride())), tensor)
         self._add_tensor(mark, tensor, mark.address)
         self._findings.created.append(mark.address)
         return tensor
@@ -194,17 +207,12 @@ class Filler:
         return live
 
     def _add_array(self, mark: TensorMark, array: NDArray[Any]) -> None:
-        row, bits = self._resolve(mark), array_bits(array)
-        fill = self._fills.setdefault(
-            ("array", id(array)), _Fill(row, ArrayDestination(bits), array, torch.device("cpu"), tensor=None)
-        )
-        fill.rows.add(row)
+        key = ("array", id(array))
+        if key not in self._fills:
+            self._fills[key] = _Fill(array, ArrayDestination(array_bits(array)), is_image=True)
+        fill = self._fills[key]
+        fill.rows.add(self.row_of(mark))
         fill.names.append(mark.address)
-
-    def _resolve(self, mark: TensorMark) -> int:
-        row = self._rows[mark.address]
-        alias = int(self._tensors.alias_of[row])
-        return row if alias == NOT_AN_ALIAS else alias
 
     def _tabulate(self, rows: list[int]) -> ShardTable:
         table, kept = self._tensors, sorted(set(rows))
@@ -215,61 +223,42 @@ class Filler:
         repeated = np.searchsorted(np.array(kept, dtype=np.int64), np.array(rows, dtype=np.int64))
         return ShardTable(tensors, whole.tensor[repeated], whole.offsets[repeated], whole.lengths[repeated])
 
-    def _list_ties(self, fills: Iterable[_Fill]) -> Iterable[tuple[str, str]]:
-        for fill in fills:
-            first, *others = sorted(fill.rows)
-            yield from ((self._tensors.addresses[first], self._tensors.addresses[other]) for other in others)
+    def tie(self, marks: Sequence[TensorMark]) -> None:
+        """Have the bytes of stored tensors of one shape and dtype compared before the fill: they must be equal."""
+        self._tie_rows(sorted({self.row_of(mark) for mark in marks}))
 
+    def _tie_rows(self, rows: Sequence[int]) -> None:
+        first, *others = (self._whole_run(row) for row in rows)
+        self._ties.extend((first, other) for other in others)
 
-def _identity(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are the same elements in memory, whether or not they are the same object."""
-    if is_wrapper(tensor) or tensor.numel() == 0:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    def _whole_run(self, row: int) -> StoredRun:
+        shape = self._tensors.shape(row)
+        return StoredRun(self._tensors.addresses[row], tuple(range(len(shape))), 0, math.prod(shape))
+
+    def _tie_overlaps(self, fills: Sequence[_Fill]) -> None:
+        """Tie what lies on the same memory, such as a transposed view: it can be loaded if the stored bytes agree."""
+        by_name = {fill.names[0]: fill for fill in fills}
+        for name, fill in by_name.items():
+            if overlaps_itself(fill.owner):
+                raise InvalidAppState(
+                    f"{show(name)}: expected a tensor whose elements have memory of their own, found an expanded one; "
+                    "make it contiguous before the load"
+                )
+        for one, other in find_overlaps(make_place(name, fill.owner) for name, fill in by_name.items()):
+            pair = by_name[one.name], by_name[other.name]
+            runs = find_common_runs(one, other) if pair[0].is_image and pair[1].is_image else None
+            if runs is None:
+                raise InvalidAppState(
+                    f"{show(one.name)} and {show(other.name)}: expected tensors with memory of their own, or dense ones of equal "
+                    f"dtypes, found that they overlap; leave one of them out with exclude=[...]"
+                )
+            first, second = (
+                StoredRun(self._tensors.addresses[min(fill.rows)], *run) for fill, run in zip(pair, runs, strict=True)
+            )
+            self._ties.append((first, second))
 
 
 def _describe(node: object) -> str:
     if isinstance(node, TensorMark):
         return f"a stored {node.kind}"
     return f"a stored {type(node).__name__}"
-
-
-def _check_places(fills: Iterable[_Fill]) -> None:
-    by_device: dict[torch.device, list[tuple[int, int, _Fill]]] = {}
-    for fill in fills:
-        if fill.place.size:
-            _check_self_overlap(fill)
-            by_device.setdefault(fill.device, []).append((*byte_bounds(fill.place), fill))
-    for places in by_device.values():
-        _check_overlap(sorted(places, key=lambda place: place[:2]))
-
-
-def _check_self_overlap(fill: _Fill) -> None:
-    reach = 0
-    for stride, length in sorted((abs(s), n) for s, n in zip(fill.place.strides, fill.place.shape, strict=True) if n > 1):
-        if stride < reach + fill.place.itemsize:
-            raise InvalidAppState(
-                f"{show(fill.names[0])}: expected a tensor whose elements have memory of their own, found an expanded one; "
-                "make it contiguous before the load"
-            )
-        reach += stride * (length - 1)
-
-
-def _check_overlap(places: list[tuple[int, int, _Fill]]) -> None:
-    open_places: list[tuple[int, int, _Fill]] = []
-    for low, high, fill in places:
-        open_places = [place for place in open_places if place[1] > low]
-        for _, _, other in open_places:
-            if _share_memory(fill.place, other.place):
-                raise InvalidAppState(
-                    f"{show(other.names[0])} and {show(fill.names[0])}: expected tensors with memory of their own, found that "
-                    "they overlap in part; exclude one of them"
-                )
-        open_places.append((low, high, fill))
-
-
-def _share_memory(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
-    try:
-        return np.shares_memory(one, other, max_work=_MAX_OVERLAP_WORK)  # type: ignore[arg-type]  # the stub knows two values only
-    except np.exceptions.TooHardError:
-        return True

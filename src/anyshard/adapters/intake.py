@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from anyshard.adapters.fills import Filler, Make
 from anyshard.adapters.findings import Findings
-from anyshard.adapters.recognise import holds
 from anyshard.options import LoadOptions
 from anyshard.records.addresses import show
 from anyshard.records.captured import Stored
-from anyshard.records.values import Unregistered
+from anyshard.records.values import Unregistered, ValueRegistry, iterate_leaves
 
 # Gives what stands at a place of the app state after the load: the live object itself, or what replaces it in its parent.
 Settle: TypeAlias = Callable[[], Any]
@@ -35,7 +34,8 @@ class Phase(enum.IntEnum):
 class Intake:
     """One load being planned. Nothing of the app state changes before the actions are run."""
 
-    def __init__(self, stored: Stored, options: LoadOptions) -> None:
+    def __init__(self, stored: Stored, options: LoadOptions, registry: ValueRegistry) -> None:
+        self.registry = registry
         self.findings = Findings(options)
         self.filler = Filler(stored, self.findings)
         self._actions: list[tuple[Phase, Action]] = []
@@ -43,7 +43,10 @@ class Intake:
     def take_whole(self, node: object, address: str, *, arrays: dict[str, NDArray[Any]] | None = None) -> Make:
         """What gives a selected stored node as one value; call it after the fill. `arrays` as in `Filler.make`."""
         self.findings.match(address)
-        if holds(node, _is_unregistered):
+        leaves = tuple(iterate_leaves(node))
+        if not leaves:
+            return lambda: node
+        if any(type(leaf) is Unregistered for leaf in leaves):
             self.findings.warn(
                 f"{show(address)}: holds a value of a type that is not registered here, which comes as an Unregistered record; "
                 "call anyshard.register_value before the load"
@@ -57,10 +60,6 @@ class Intake:
     def list_actions(self) -> tuple[Action, ...]:
         """All actions in the order in which they have to run."""
         return tuple(action for _, action in sorted(self._actions, key=lambda entry: entry[0]))
-
-
-def _is_unregistered(value: object) -> bool:
-    return type(value) is Unregistered
 
 
 def keep(live: object) -> Settle:

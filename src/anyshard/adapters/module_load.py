@@ -105,5 +105,8 @@ class _HandOver:
                 del state[key]
             else:
                 state[key] = make()
-        # Missing keys were judged already, by canonical name.
-        self._handover.view.module.load_state_dict(state, strict=False)
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        # A module that was built in inference mode can be changed only there.
+        with torch.inference_mode(any(tensor.is_inference() for tensor in tensors)):
+            # Missing keys were judged already, by canonical name.
+            self._handover.view.module.load_state_dict(state, strict=False)

@@ -5,7 +5,9 @@ A live node without tensors is one value and takes the stored node whole. A cont
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import argparse
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -58,7 +60,7 @@ def _is_large_array(value: object) -> bool:
 
 
 def settle(live: Any, new: Any, settled: set[int]) -> Any:
-    """What stands in place of `live`: `live` itself with the content of `new` where its type allows, else `new`.
+    """What stands in place of `live`: `live` itself with the content of `new` if it can change in place, else `new`.
 
     `settled` are the ids of what was given content already: an object that the app state holds twice takes one content.
     """
@@ -67,36 +69,62 @@ def settle(live: Any, new: Any, settled: set[int]) -> Any:
     settled.add(id(live))
     if _is_same_tuple_class(live, new):
         return rebuild_container(live, [settle(old, item, settled) for old, item in zip(live, new, strict=True)])
-    settler = _SETTLERS.get(type(live)) if type(live) is type(new) else None
-    return settler(live, new, settled) if settler else new
-
-
-def _settle_list(live: list[Any], new: list[Any], settled: set[int]) -> list[Any]:
-    kept = [settle(old, item, settled) for old, item in zip(live, new, strict=False)]
-    live[:] = kept + new[len(kept) :]
+    if not is_changed_in_place(live, new):
+        return new
+    _SETTLERS[type(live)](live, new, settled)
     return live
 
 
-def _settle_dict(live: dict[Any, Any], new: dict[Any, Any], settled: set[int]) -> dict[Any, Any]:
+def is_changed_in_place(live: Any, new: Any) -> bool:
+    """Whether an object takes the content of a stored one and stays itself: all that can change do, if their form allows."""
+    if type(live) is not type(new) or type(live) not in _SETTLERS:
+        return False
+    if isinstance(live, np.ndarray):
+        return live.shape == new.shape and live.dtype == new.dtype and live.flags.writeable
+    if isinstance(live, bytearray):
+        return len(live) == len(new)  # one of which a memoryview exists cannot change its length
+    return not isinstance(live, deque) or live.maxlen == new.maxlen
+
+
+def _settle_sequence(live: Any, new: Any, settled: set[int]) -> None:
+    kept = [settle(old, item, settled) for old, item in zip(live, new, strict=False)]
+    rest = list(new)[len(kept) :]
+    live.clear()
+    live.extend(kept + rest)
+
+
+def _settle_dict(live: dict[Any, Any], new: dict[Any, Any], settled: set[int]) -> None:
     merged = {key: settle(live[key], item, settled) if key in live else item for key, item in new.items()}
     live.clear()
     live.update(merged)
-    return live
 
 
-def _settle_array(live: NDArray[Any], new: NDArray[Any], settled: set[int]) -> NDArray[Any]:
+def _settle_namespace(live: Any, new: Any, settled: set[int]) -> None:
+    _settle_dict(vars(live), vars(new), settled)
+
+
+def _settle_set(live: set[Any], new: set[Any], settled: set[int]) -> None:
     del settled
-    if live.shape != new.shape or live.dtype != new.dtype or not live.flags.writeable:
-        return new
-    np.copyto(live, new)
-    return live
+    live.clear()
+    live.update(new)
 
 
-_SETTLERS: dict[type, Callable[[Any, Any, set[int]], Any]] = {
-    list: _settle_list,
-    dict: _settle_dict,
-    OrderedDict: _settle_dict,
-    defaultdict: _settle_dict,
+def _settle_array(live: Any, new: Any, settled: set[int]) -> None:
+    del settled
+    live[...] = new
+
+
+def _settle_bytes(live: bytearray, new: bytearray, settled: set[int]) -> None:
+    del settled
+    live[:] = new
+
+
+_SETTLERS: dict[type, Callable[[Any, Any, set[int]], None]] = {
+    **dict.fromkeys((list, deque), _settle_sequence),
+    **dict.fromkeys((dict, OrderedDict, defaultdict, Counter), _settle_dict),
+    **dict.fromkeys((types.SimpleNamespace, argparse.Namespace), _settle_namespace),
+    set: _settle_set,
+    bytearray: _settle_bytes,
     np.ndarray: _settle_array,
 }
 

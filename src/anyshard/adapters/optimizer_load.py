@@ -18,12 +18,25 @@ from anyshard.adapters.intake import Intake, Phase, Settle, keep
 from anyshard.adapters.nested import describe_node, is_tensor, load_container
 from anyshard.adapters.optimizers import LiveGroup, name_groups
 from anyshard.adapters.recognise import holds
-from anyshard.adapters.survey import ParameterName
+from anyshard.adapters.survey import ModuleNames
+from anyshard.adapters.tensors import dtype_name
 from anyshard.errors import Mismatch
 from anyshard.records.addresses import component, join_address, show
-from anyshard.records.values import TensorMark, collect_marks, is_container, list_components, list_items
+from anyshard.records.values import (
+    TensorMark,
+    collect_marks,
+    encode_value,
+    is_container,
+    list_components,
+    list_items,
+    map_marks,
+)
 
-IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_DECAY = "decoupled_weight_decay"  # what makes an AdamW of an Adam
+# What says how a live optimizer works rather than how far it has come.
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable", _DECAY})
+# What torch's schedulers put into groups.
+_SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class _StoredOptimizer:
 
 
 def load_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], node: object, address: str, *, names: Mapping[int, ParameterName], intake: Intake
+    optimizers: Sequence[torch.optim.Optimizer], node: object, address: str, *, modules: ModuleNames, intake: Intake
 ) -> None:
     """Plan the load of the optimizers under one name from their stored tree."""
     stored = _read_tree(node)
@@ -49,7 +62,8 @@ def load_optimizers(
         intake.findings.refuse(address, expected="an optimizer's state by parameter name", found=describe_node(node))
         return
     loader = _OptimizerLoader(stored, address, intake)
-    groups = name_groups(optimizers, address, names)
+    groups = name_groups(optimizers, address, modules)
+    loader.compare_kinds(optimizers)
     loader.load_groups(groups)
     loader.load_state(groups)
     loader.load_other(optimizers[0])
@@ -90,6 +104,19 @@ class _OptimizerLoader:
         self._findings = intake.findings
         self._group_of = {name: group for group in stored.groups for name in group.params}
 
+    def compare_kinds(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn where the stored options look as if another class of optimizer had been saved; they are loaded all the same."""
+        own = {option for optimizer in optimizers for group in optimizer.param_groups for option in group}
+        kept = {option for optimizer in optimizers for option in optimizer.defaults}
+        ours = sorted(kept - IMPLEMENTATION_OPTIONS)
+        theirs = sorted({option for group in self._stored.groups for option in group.options} - IMPLEMENTATION_OPTIONS)
+        if self._stored.groups and (set(theirs) - own - _SCHEDULER_OPTIONS or set(ours) - set(theirs)):
+            kinds = "/".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+            self._findings.warn(
+                f"{show(self._address)}: the options of the live {kinds} ({', '.join(ours)}) are not those that were stored "
+                f"({', '.join(theirs)}), maybe by another class of optimizer; stored ones were set, others stay"
+            )
+
     def load_groups(self, groups: Sequence[LiveGroup]) -> None:
         """Give each live group the options of the stored group that holds its parameters; empty ones go by position."""
         empty = iter([group for group in self._stored.groups if not group.params])
@@ -105,7 +132,7 @@ class _OptimizerLoader:
             return None
         first, *others = sorted(sources)
         for other in others:
-            differing = _compare_options(self._stored.groups[first].options, self._stored.groups[other].options)
+            differing = self._compare_options(self._stored.groups[first].options, self._stored.groups[other].options, address)
             if differing:
                 found = f"{sources[first]} in stored group {first} and {sources[other]} in stored group {other}"
                 self._findings.differ(
@@ -116,10 +143,30 @@ class _OptimizerLoader:
                 )
         return self._stored.groups[first]
 
+    def _compare_options(self, one: Mapping[str, object], other: Mapping[str, object], address: str) -> list[str]:
+        """The selected options that differ as they are stored. The bytes of tensors in them are tied, to be compared later."""
+        differing = []
+        for key in sorted((one.keys() | other.keys()) - IMPLEMENTATION_OPTIONS):
+            if self._findings.selection.takes_whole(join_address(address, component(key))):
+                if key in one and key in other and self._describe_value(one[key]) == self._describe_value(other[key]):
+                    for pair in zip(collect_marks(one[key]), collect_marks(other[key]), strict=True):
+                        self._intake.filler.tie(pair)
+                else:
+                    differing.append(key)
+        return differing
+
+    def _describe_value(self, node: object) -> bytes:
+        """A stored value as bytes, with kind, dtype and shape in place of tensors."""
+        filler = self._intake.filler
+        plain = map_marks(node, lambda mark: ("mark", mark.kind, filler.dtype_of(mark), filler.shape_of(mark)))
+        return encode_value(plain, address=self._address, registry=self._intake.registry)
+
     def _load_options(self, group: LiveGroup, source: _StoredGroup, address: str) -> None:
         for option, node in source.options.items():
             at = join_address(address, component(option))
             if option in group.options and option in IMPLEMENTATION_OPTIONS:
+                if option == _DECAY and node != group.options[option]:
+                    self._findings.warn(f"{show(at)}: stays {group.options[option]} as in the live optimizer, {node} was stored")
                 continue
             if self._findings.selection.takes_whole(at):
                 self._findings.match(at)
@@ -157,6 +204,13 @@ class _OptimizerLoader:
             at = join_address(address, component(key, within=address))
             if self._findings.selection.takes_whole(at):
                 slots[key] = self._load_slot((live or {}).get(key), child, at, new_tensor=new_tensor)
+        if not live and 0 < len(slots) < len(node):
+            self._findings.differ(
+                Mismatch.MISSING,
+                address,
+                expected="all parts of a state that the live optimizer does not have yet, or none",
+                found=f"{', '.join(str(key) for key in node if key not in slots)} not selected",
+            )
         for key in (live or {}).keys() - node.keys():
             at = join_address(address, component(key, within=address))
             if self._findings.selection.takes_whole(at):
@@ -168,7 +222,7 @@ class _OptimizerLoader:
         filler = self._intake.filler
         if isinstance(live, torch.Tensor):
             if isinstance(node, (int, float)) and live.ndim == 0:
-                return partial(_fill_number, live, node)
+                return self._load_number(live, node, address)
             filler.fill(node, live, address)
             return keep(live)
         if type(live) in (int, float) and isinstance(node, TensorMark) and filler.shape_of(node) == ():
@@ -176,6 +230,15 @@ class _OptimizerLoader:
         if holds(live, is_tensor) and self._fits(live, node):
             return load_container(live, node, address, visit=partial(self._visit_slot, new_tensor), intake=self._intake)
         return filler.make(node, new_tensor=new_tensor)
+
+    def _load_number(self, live: torch.Tensor, number: float, address: str) -> Settle:
+        self._findings.match(address)
+        taken = _as_tensor(number, live.dtype)
+        if taken is None:
+            found = f"the {type(number).__name__} {number}"
+            self._findings.differ(Mismatch.DTYPE, address, expected=dtype_name(live.dtype), found=found)
+            return keep(live)
+        return partial(_fill_number, live, taken)
 
     def _visit_slot(self, new_tensor: NewTensor, live: Any, node: object, address: str) -> Settle:
         return self._load_slot(live, node, address, new_tensor=new_tensor)
@@ -211,11 +274,6 @@ class _OptimizerLoader:
 _ABSENT = object()
 
 
-def _compare_options(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    keys = sorted((one.keys() | other.keys()) - IMPLEMENTATION_OPTIONS)
-    return [key for key in keys if one.get(key, _ABSENT) != other.get(key, _ABSENT)]
-
-
 def _set_item(target: Any, key: object, settle: Settle) -> None:
     value = settle()
     if value is not _ABSENT:
@@ -231,13 +289,32 @@ def _settle_entry(live: dict[object, Any] | None, slots: Mapping[object, Settle]
     return entry
 
 
-def _fill_number(live: torch.Tensor, number: float) -> torch.Tensor:
-    live.detach().fill_(number)
+def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor | None:
+    """A number as a 0-d tensor; None for a float as an integer, and for an integer out of range."""
+    if isinstance(number, float) and not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    try:
+        made = torch.tensor(number, dtype=dtype, device="cpu")
+        is_whole = dtype.is_floating_point or dtype.is_complex or made.item() == number
+    except (RuntimeError, ValueError, OverflowError):
+        return None
+    return made if is_whole else None
+
+
+def _fill_number(live: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(live.is_inference()):
+        live.detach().copy_(number)
     return live
 
 
 def _take_number(kind: type, make: Make) -> Any:
-    return kind(make().item())
+    """A stored number in the kind of the live one, if that loses nothing, else as it was stored."""
+    number = make().item()
+    try:
+        taken = kind(number)
+    except (TypeError, ValueError, OverflowError):
+        return number
+    return taken if taken == number else number
 
 
 def _make_on(params: Sequence[torch.Tensor]) -> NewTensor:

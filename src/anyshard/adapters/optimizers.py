@@ -6,14 +6,14 @@ belongs to no parameter. Nothing here takes a step or calls the optimizer's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from anyshard.adapters.collect import Collector
-from anyshard.adapters.survey import ParameterName
+from anyshard.adapters.survey import ModuleNames
 from anyshard.errors import InvalidAppState
 from anyshard.records.addresses import component, join_address, show
 
@@ -30,57 +30,53 @@ class LiveGroup:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A parameter in its group, before it has a name for the checkpoint."""
-
-    group: int
-    param: torch.Tensor
-    found: ParameterName | None
-    own_name: str | None
-
-
-def name_groups(
-    optimizers: Sequence[torch.optim.Optimizer], address: str, names: Mapping[int, ParameterName]
-) -> tuple[LiveGroup, ...]:
+def name_groups(optimizers: Sequence[torch.optim.Optimizer], address: str, modules: ModuleNames) -> tuple[LiveGroup, ...]:
     """The groups of all optimizers under one name, every parameter named.
 
-    A parameter is called by its FQN, preceded by its module's address if the optimizers span several modules; one in no
-    module by `param_names` of its group. Raises `InvalidAppState` for one without any name, and for two with the same.
+    A parameter is called by its FQN in the largest module of the app state that has all these parameters; if there is none, in
+    the largest that has this one, preceded by that module's address. One in no module is called by `param_names` of its group.
+    Raises `InvalidAppState` for one without any name, and for two with the same.
     """
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    places = [place for position, (_, group) in enumerate(groups) for place in _list_places(position, group, names)]
-    _check_named(places, address)
-    is_plain = len({place.found.module for place in places if place.found}) <= 1
-    by_group: list[list[tuple[torch.Tensor, str]]] = [[] for _ in groups]
-    for place in places:
-        by_group[place.group].append((place.param, _write_name(place, is_plain=is_plain)))
-    _check_distinct([name for pairs in by_group for _, name in pairs], address)
-    return tuple(
-        LiveGroup(optimizer, group, tuple(param for param, _ in pairs), tuple(name for _, name in pairs))
-        for (optimizer, group), pairs in zip(groups, by_group, strict=True)
+    found = _find_names({id(param) for _, group in groups for param in group["params"]}, modules)
+    names = [_list_names(group, found) for _, group in groups]
+    _check_named(groups, names, address)
+    made = tuple(
+        LiveGroup(optimizer, group, tuple(group["params"]), tuple(map(str, of_group)))
+        for (optimizer, group), of_group in zip(groups, names, strict=True)
     )
+    _check_distinct([name for group in made for name in group.names], address)
+    return made
 
 
-def _list_places(position: int, group: dict[str, Any], names: Mapping[int, ParameterName]) -> Iterator[_Place]:
+def _find_names(params: set[int], modules: ModuleNames) -> dict[int, str]:
+    """The name of each parameter that is in a module. It does not change when a part of a module gets a name of its own too."""
+    ranked = sorted(modules, key=lambda module: (-len(modules[module]), module.encode()))
+    known = params & set().union(*modules.values())
+    for module in ranked:
+        if known <= modules[module].keys():
+            return {param: modules[module][param] for param in known}
+    owners = {param: module for module in reversed(ranked) for param in known & modules[module].keys()}
+    return {param: f"{module}/{modules[module][param]}" for param, module in owners.items()}
+
+
+def _list_names(group: Mapping[str, Any], found: Mapping[int, str]) -> list[str | None]:
     own_names = group.get("param_names") or [None] * len(group["params"])
-    for param, own_name in zip(group["params"], own_names, strict=True):
-        yield _Place(position, param, names.get(id(param)), own_name)
+    return [found.get(id(param), own_name) for param, own_name in zip(group["params"], own_names, strict=True)]
 
 
-def _write_name(place: _Place, *, is_plain: bool) -> str:
-    if place.found is None:
-        return str(place.own_name)
-    return place.found.fqn if is_plain else f"{place.found.module}/{place.found.fqn}"
-
-
-def _check_named(places: Sequence[_Place], address: str) -> None:
-    nameless = [place for place in places if place.found is None and place.own_name is None]
+def _check_named(groups: Sequence[tuple[object, Mapping[str, Any]]], names: Sequence[list[str | None]], address: str) -> None:
+    nameless = [
+        f"{tuple(param.shape)} in group {position}"
+        for position, ((_, group), of_group) in enumerate(zip(groups, names, strict=True))
+        for param, name in zip(group["params"], of_group, strict=True)
+        if name is None
+    ]
     if nameless:
-        found = ", ".join(f"{tuple(place.param.shape)} in group {place.group}" for place in nameless[:20])
         raise InvalidAppState(
-            f"{show(address)}: expected every parameter in a module of the app state, found {len(nameless)} of {len(places)} in "
-            f"none: {found}; put the module into the app state too, or build the optimizer from named_parameters()"
+            f"{show(address)}: expected every parameter in a module of the app state, found {len(nameless)} of "
+            f"{sum(map(len, names))} in none: {', '.join(nameless[:20])}; put the module into the app state too, or build the "
+            "optimizer from named_parameters()"
         )
 
 
@@ -96,10 +92,10 @@ def _check_distinct(names: Sequence[str], address: str) -> None:
 
 
 def capture_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], address: str, names: Mapping[int, ParameterName], collector: Collector
+    optimizers: Sequence[torch.optim.Optimizer], address: str, modules: ModuleNames, collector: Collector
 ) -> dict[str, object]:
     """The tree of the optimizers under one name; warns where no parameter has state."""
-    groups = name_groups(optimizers, address, names)
+    groups = name_groups(optimizers, address, modules)
     tree: dict[str, object] = {
         "state": _capture_state(groups, join_address(address, "state"), collector),
         "param_groups": [

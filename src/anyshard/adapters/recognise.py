@@ -14,7 +14,7 @@ import torch
 
 from anyshard.errors import InvalidAppState
 from anyshard.records.addresses import show
-from anyshard.records.values import ValueRegistry, is_container, list_items
+from anyshard.records.values import ValueRegistry, is_container, iterate_leaves
 
 # (module, class) -> the attribute that holds what is wrapped. By name, so that nothing is imported for the sake of looking.
 _WRAPPERS = {
@@ -76,11 +76,11 @@ def recognise(value: object, registry: ValueRegistry, address: str) -> Kind:
 
 
 def is_object(value: object, registry: ValueRegistry) -> bool:
-    """Whether a value, once unwrapped, is a module, an optimizer or another stateful."""
+    """Whether a leaf, once unwrapped, is a module, an optimizer or another stateful."""
     inner = unwrap(value)
-    if type(inner) in _ATOMS or isinstance(inner, (torch.Tensor, torch.Generator)) or is_container(inner):
+    if isinstance(inner, (torch.Tensor, torch.Generator)) or registry.find_type(type(inner)):
         return False
-    return not registry.find_type(type(inner)) and _recognise_object(inner) is not Kind.VALUE
+    return _recognise_object(inner) is not Kind.VALUE
 
 
 def _recognise_object(value: object) -> Kind:
@@ -121,15 +121,5 @@ def parts_of(value: object) -> tuple[Any, ...]:
 
 
 def holds(value: object, is_wanted: Callable[[object], bool]) -> bool:
-    """Whether a value, or anything in the containers below it, is wanted. Containers that contain themselves are no trouble."""
-    pending, seen = [value], set[int]()
-    while pending:
-        item = pending.pop()
-        if type(item) in _ATOMS and type(item) is not bytes:
-            continue
-        if is_wanted(item):
-            return True
-        if is_container(item) and id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(child for _, child in list_items(item))
-    return False
+    """Whether a leaf of a value is wanted, one that is no number or text. Containers that contain themselves are no trouble."""
+    return any(map(is_wanted, iterate_leaves(value)))

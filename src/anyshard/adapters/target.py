@@ -9,16 +9,16 @@ from typing import Any, final
 
 import torch
 
-from anyshard.adapters.fills import Fills
+from anyshard.adapters.fills import Fills, Tie
 from anyshard.adapters.findings import Findings
 from anyshard.adapters.intake import Action, Intake, Phase, Settle, keep
 from anyshard.adapters.module_load import load_modules
-from anyshard.adapters.nested import describe_node, is_tensor, load_container, load_value
+from anyshard.adapters.nested import describe_node, is_changed_in_place, is_tensor, load_container, load_value
 from anyshard.adapters.optimizer_load import load_optimizers
 from anyshard.adapters.recognise import Kind, holds, parts_of, recognise, unwrap
 from anyshard.adapters.survey import Survey, survey
 from anyshard.adapters.tensors import synchronise
-from anyshard.errors import InvalidAppState, StateMismatch
+from anyshard.errors import InvalidAppState, LimitExceeded, StateMismatch
 from anyshard.options import LoadOptions
 from anyshard.records.addresses import component, show
 from anyshard.records.captured import Stored
@@ -37,13 +37,13 @@ class LoadTarget:
     """What a load wants, where it goes, and what is left to do after the fill.
 
     `wanted` has stored addresses with aliases resolved; its rows may repeat a tensor. `destinations` and `names` (the live
-    address) are parallel to its rows. `ties` are pairs of stored addresses that feed one live tensor: their bytes must be
+    address) are parallel to its rows. `ties` are pairs of stored runs that feed the same memory: their bytes must be
     compared before the fill. The rest is for the report.
     """
 
     wanted: ShardTable
     destinations: tuple[Destination, ...]
-    ties: tuple[tuple[str, str], ...]
+    ties: tuple[Tie, ...]
     names: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -56,16 +56,16 @@ class LoadTarget:
 
     def apply(self) -> None:
         """Make all changes that are not fills: hooks, optimizer state, values, statefuls. Call it once, after the fill."""
-        _finish_copies(self.tensors)
-        for action in self.actions:
-            action()
+        with torch.inference_mode(mode=False):
+            _finish_copies(self.tensors)
+            for action in self.actions:
+                action()
 
 
 def _finish_copies(tensors: tuple[torch.Tensor, ...]) -> None:
     synchronise(tensor.device for tensor in tensors)
     # Bytes that came in through NumPy have not been counted; autograd must see that saved tensors changed.
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
+    torch.autograd.graph.increment_version(tensors)
 
 
 def plan_load(
@@ -76,16 +76,26 @@ def plan_load(
     `checkpoint` is what the checkpoint is called in messages. Raises `StateMismatch` with all differences, and
     `InvalidAppState` for an app state that cannot be loaded into.
     """
-    loader = _Loader(app_state, survey(app_state, registry), Intake(stored, options))
-    for name, live in app_state.items():
-        loader.load_section(name, live, stored)
-    findings = loader.intake.findings
-    fills = loader.intake.filler.finish()
+    intake = Intake(stored, options, registry)
+    # What is made here has to serve in training, whatever mode the caller is in.
+    with torch.inference_mode(mode=False):
+        _plan_sections(app_state, stored, intake)
+        fills = intake.filler.finish()
+    findings = intake.findings
     findings.check_matches(tuple(component(name) for name in app_state))
     if findings.differences:
         raise StateMismatch(checkpoint, tuple(findings.differences), _HINT)
     not_asked_for = tuple(name for name in stored.list_sections() if name not in app_state)
-    return _make_target(fills, findings, not_asked_for, loader.intake.list_actions())
+    return _make_target(fills, findings, not_asked_for, intake.list_actions())
+
+
+def _plan_sections(app_state: Mapping[str, object], stored: Stored, intake: Intake) -> None:
+    try:
+        loader = _Loader(app_state, survey(app_state, intake.registry), intake)
+        for name, live in app_state.items():
+            loader.load_section(name, live, stored)
+    except RecursionError:
+        raise LimitExceeded("the app state is nested deeper than Python can follow; flatten it") from None
 
 
 def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...], actions: tuple[Action, ...]) -> LoadTarget:
@@ -131,7 +141,7 @@ class _Loader:
             case Kind.MODULES:
                 load_modules(self._survey.views[address], node, address, self.intake)
             case Kind.OPTIMIZERS:
-                load_optimizers(parts_of(inner), node, address, names=self._survey.names, intake=self.intake)
+                load_optimizers(parts_of(inner), node, address, modules=self._survey.names, intake=self.intake)
             case Kind.STATEFUL:
                 self._load_stateful(inner, node, address)
             case Kind.TENSOR:
@@ -146,7 +156,10 @@ class _Loader:
 
     def _load_stateful(self, live: Any, node: object, address: str) -> None:
         # Its state_dict() is never asked for: that may start workers or move random state.
-        if self.intake.findings.selection.takes_whole(address):
+        if isinstance(live, torch.amp.GradScaler) and live.is_enabled() and node == {}:
+            # It would refuse by itself, but only when tensors have been filled already.
+            self.intake.findings.refuse(address, expected="the state of an enabled GradScaler", found="that of a disabled one")
+        elif self.intake.findings.selection.takes_whole(address):
             make = self.intake.take_whole(node, address)
             self.intake.later(Phase.STATEFULS, lambda: live.load_state_dict(make()))
 
@@ -161,7 +174,7 @@ class _Loader:
 
     def _check_replaceable(self, live: object, node: object, address: str) -> None:
         kind = recognise(unwrap(live), self._survey.registry, address)
-        may_be_new = kind is Kind.VALUE or (kind is Kind.CONTAINER and (isinstance(live, tuple) or type(live) is not type(node)))
+        may_be_new = kind in (Kind.VALUE, Kind.CONTAINER) and not is_changed_in_place(live, node)
         if may_be_new and not isinstance(self._app_state, MutableMapping):
             raise InvalidAppState(
                 f"{show(address)}: expected an app state in which values can be replaced (a dict), found "

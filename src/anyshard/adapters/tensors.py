@@ -23,6 +23,8 @@ from anyshard.records.regions import decompose_run
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMPY_SIGNED = {1: "<u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
 
+MAX_NDIM = 63  # one less than a table of regions may have, which needs a column for the size of the elements at times
+
 _ADVICE = "convert it to a dense tensor first, or leave it out of the app state"
 
 
@@ -42,12 +44,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def check_storable(tensor: torch.Tensor, address: str) -> None:
     """Return if the bytes of a tensor can be stored and filled; else raise an error that names the address and the reason."""
+    if _is_ordinary(tensor):
+        return
     for refuses, problem, advice in _REFUSALS:
         if refuses(tensor):
             if problem in _WITHOUT_MEMORY:
                 raise InvalidAppState(f"{show(address)}: expected a tensor with memory, found a {problem}; {advice}")
             message = f"{show(address)}: expected a dense tensor of a known dtype, found a {problem}; {advice}"
             raise UnsupportedValue(message, address=address)
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Quickly: none of the refusals can apply. Nearly all tensors are like that."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.dtype in _STORABLE
+        and not (tensor.is_meta or tensor.is_nested or tensor.ndim > MAX_NDIM)
+        and not (_lacks_storage(tensor) or _lacks_memory(tensor))
+    )
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
@@ -59,14 +74,29 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
+def _lacks_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except NotImplementedError:
+        return True
+    return False
+
+
+def reach_of(tensor: torch.Tensor) -> int:
+    """Elements from the first to behind the last one in memory, holes included."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor.numel()
+    return 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _lacks_memory(tensor: torch.Tensor) -> bool:
     """A tensor whose storage was freed or shrunk under it (`untyped_storage().resize_(0)`): reading it would crash."""
     if tensor.numel() == 0:
         return False
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.untyped_storage().nbytes() < (tensor.storage_offset() + reach_of(tensor)) * tensor.element_size()
 
 
+_STORABLE = frozenset(dtype for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype))
 _WITHOUT_MEMORY = ("lazy parameter", "meta tensor", "tensor whose storage was freed")
 
 # In this order: what later rows ask would fail on what earlier rows refuse.
@@ -77,6 +107,8 @@ _REFUSALS: tuple[tuple[Callable[[torch.Tensor], bool], str, str], ...] = (
     (lambda t: t.is_nested, "nested tensor", _ADVICE),
     (lambda t: t.layout is not torch.strided, "sparse tensor", _ADVICE),
     (is_wrapper, "tensor subclass without __tensor_flatten__", _ADVICE),
+    (_lacks_storage, "tensor inside of torch.func.grad, vmap or the like", "save or load outside of it"),
+    (lambda t: t.ndim > MAX_NDIM, f"tensor of more than {MAX_NDIM} dims", "reshape it"),
     (lambda t: t.is_quantized, "quantized tensor", "store int_repr() and the scales as tensors of their own"),
     (lambda t: dtype_name(t.dtype) not in DTYPES, "tensor of a dtype that the format lacks", "convert it to another dtype"),
     (_lacks_memory, "tensor whose storage was freed", "load or allocate it again first"),
@@ -135,14 +167,24 @@ def destination_of(tensor: torch.Tensor, dtype: torch.dtype) -> Destination:
 
 
 def can_cast(stored: torch.dtype, live: torch.dtype) -> bool:
-    """Whether `cast=True` may turn one dtype into the other: torch has the operator and no kind of number is lost."""
+    """Whether `cast=True` may turn one dtype into the other: torch has the operator and no kind of number is lost.
+
+    Floats may lose digits and become infinite, as in any cast between them; an integer always stays within the range.
+    """
     if not torch.can_cast(stored, live):
         return False
     try:
-        torch.empty(1, dtype=live).copy_(torch.empty(1, dtype=stored))
+        torch.empty(1, dtype=live, device="cpu").copy_(torch.empty(1, dtype=stored, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
-    return True
+    if _is_inexact(stored) or torch.bool in (stored, live):
+        return True
+    wide = torch.finfo(live) if _is_inexact(live) else torch.iinfo(live)
+    return wide.min <= torch.iinfo(stored).min and torch.iinfo(stored).max <= wide.max
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 @final
@@ -186,21 +228,12 @@ class CopyDestination:
 
     def place(self, where: Slices, bits: NDArray[np.generic]) -> None:
         """Copy `bits`, elements stored as the destination's stored dtype, to the slices `where`."""
-        self._tensor[where].copy_(_bits_from(bits).view(self._dtype))
+        with torch.inference_mode(self._tensor.is_inference()):
+            self._tensor[where].copy_(_bits_from(bits).view(self._dtype))
 
 
-def footprint(tensor: torch.Tensor) -> NDArray[np.generic]:
-    """An array that lies where the tensor lies, for questions about overlap only: its memory is never touched."""
-    return np.asarray(_Footprint(tensor))
-
-
-class _Footprint:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        itemsize = tensor.element_size()
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(stride * itemsize for stride in tensor.stride()),
-            "typestr": f"|V{itemsize}",
-            "data": (tensor.data_ptr(), False),
-        }
+def identity(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are the same elements in memory, whether or not they are the same object."""
+    if is_wrapper(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 
+from anyshard.commit.deletion import empty_directories
 from anyshard.commit.foreign import advise, show_names
-from anyshard.commit.listing import DATA_PREFIX, Owner, StepListing, list_step
+from anyshard.commit.listing import DATA_PREFIX, Owner, list_step
 from anyshard.commit.publish import superseded
-from anyshard.commit.resolve import Record, read_newest, read_record
+from anyshard.commit.resolve import LOOKS, Record, look, read_record
 from anyshard.errors import (
     AnyshardError,
+    BlobNotFound,
     CheckpointDamaged,
     CheckpointExists,
     CommitConflict,
@@ -20,6 +22,7 @@ from anyshard.errors import (
     LimitExceeded,
     NotACheckpoint,
     StorageError,
+    StorageStuck,
 )
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import section_directory
@@ -32,11 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The right to try: aim at `generation` with files that carry `id`. `previous` is the checkpoint to be replaced, if any."""
+    """The right to try: aim at `generation` with files that carry `id`.
+
+    `previous` is the checkpoint to be replaced, if any. `directories` are those that were made for this attempt.
+    """
 
     generation: int
     id: str
     previous: Manifest | None
+    directories: tuple[str, ...] = ()
 
 
 def begin(store: Store, *, sections: Sequence[str], overwrite: bool, events: Emitter = SILENT) -> Attempt:
@@ -44,27 +51,33 @@ def begin(store: Store, *, sections: Sequence[str], overwrite: bool, events: Emi
 
     Raises `NotACheckpoint` (the directory is somebody else's) or `CheckpointExists`; then nothing was changed.
     """
-    listing = list_step(store)
-    if listing.is_foreign:
+    listing, newest = look(store)
+    if newest is None and listing.is_foreign:
         raise NotACheckpoint(
             f"{store.url}: expected a new or empty directory or a checkpoint, found {show_names(listing.foreign)}; "
             f"{advise(listing.foreign)}. Nothing was written"
         )
-    attempt = _aim(store, listing, overwrite=overwrite)
-    store.prepare([DATA_PREFIX, *(f"{DATA_PREFIX}{section_directory(section)}/" for section in sections)])
+    directories = (DATA_PREFIX, *(f"{DATA_PREFIX}{section_directory(section)}/" for section in sections))
+    made = tuple(directory for directory in directories if directory not in listing.directories)
+    attempt = replace(_aim(store, newest, overwrite=overwrite), directories=made)
+    with abandoning(store, attempt, events=events):
+        _prepare(store, directories)
     events.event("save.attempt.begun", detail=f"generation {attempt.generation}, attempt {attempt.id}")
     return attempt
 
 
 @contextmanager
 def abandoning(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> Iterator[None]:
-    """Give the attempt up if the body fails: its files go, unless the save may exist.
+    """Give the attempt up if the body fails: its files go, unless the save may exist, or the storage hangs.
 
     The body's error is the one raised; only where storage failed because somebody took the generation and cleaned, that is said.
     """
     try:
         yield
     except CommitOutcomeUnknown:
+        raise
+    except StorageStuck as stuck:  # nothing more is asked of a storage that hangs, and what is still out may yet write there
+        stuck.add_note(f"files of attempt {attempt.id} may be left at {store.url}: a later clean removes them")
         raise
     except BaseException as error:
         conflict = None
@@ -79,21 +92,31 @@ def abandoning(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> I
 
 
 def abandon(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> tuple[str, ...]:
-    """Delete the files of exactly this attempt if it is certain that it was not published; return the deleted keys.
+    """Delete the files of exactly this attempt if it is certain that it was not published; return their keys.
 
+    The directories that were made for it go too, as far as they are empty and no other attempt is about to write there.
     Only for the attempt's own process, once nothing of it is in flight. After `CommitOutcomeUnknown` it must not be called.
     """
     owner = Owner(attempt.generation, attempt.id)
     if _may_be_ours(store, owner):
         return ()
-    keys = tuple(entry.key for entry in list_step(store).files.get(owner, ()))
+    listing = list_step(store)
+    keys = tuple(entry.key for entry in listing.files.get(owner, ()))
     store.delete(keys)
+    empty = empty_directories(listing, attempt.generation - 1, removed=keys)
+    store.delete([directory for directory in empty if directory in attempt.directories])
     events.event("save.abandoned", detail=f"{len(keys)} files of attempt {attempt.id}")
     return keys
 
 
-def _aim(store: Store, listing: StepListing, *, overwrite: bool) -> Attempt:
-    newest = read_newest(store, listing)
+def _prepare(store: Store, directories: Sequence[str]) -> None:
+    for _ in range(LOOKS - 1):
+        with suppress(BlobNotFound):  # a delete or a clean removed a directory while it was empty
+            return store.prepare(directories)
+    return store.prepare(directories)
+
+
+def _aim(store: Store, newest: Record | None, *, overwrite: bool) -> Attempt:
     if newest is None:
         return Attempt(1, make_attempt(), None)
     if newest.generation >= MAX_GENERATION:

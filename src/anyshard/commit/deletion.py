@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
-from anyshard.commit.listing import Owner, StepListing, list_step
-from anyshard.commit.resolve import named_files, read_newest, read_record
+from anyshard.commit.listing import Owner, StepListing
+from anyshard.commit.resolve import look, named_files, read_record, torn
 from anyshard.errors import CheckpointDamaged, UnsupportedFormat
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.manifest import Manifest
@@ -72,18 +72,34 @@ def deletable(listing: StepListing, generations: Generations, *, now_s: float, g
     )
 
 
-def read_generations(store: Store, listing: StepListing) -> Generations:
-    """Read every record of the step. Raises `CheckpointDamaged` if the newest one is damaged: then nothing may be decided."""
-    newest = read_newest(store, listing)
+def empty_directories(listing: StepListing, newest: int, *, removed: tuple[str, ...]) -> tuple[str, ...]:
+    """Our directories that hold nothing once `removed` is gone, the deepest first, as keys to delete.
+
+    None while files of attempts above generation `newest` are left: their save may be about to write into an empty directory.
+    """
+    gone = set(removed)
+    left = [(owner, entry.key) for owner, entry in listing.entries() if entry.key not in gone]
+    if any(owner.generation > newest for owner, _ in left):
+        return ()
+    keys = (*(key for _, key in left), *listing.foreign)
+    used = {key[: end + 1] for key in keys for end, letter in enumerate(key) if letter == "/"}
+    return tuple(sorted(set(listing.directories) - used, reverse=True))
+
+
+def read_generations(store: Store) -> tuple[StepListing, Generations]:
+    """List the step and read every record. Raises `CheckpointDamaged` if the newest one is: then nothing may be decided."""
+    listing, newest = look(store)
     if newest is None:
-        return Generations({}, {})
+        return listing, Generations({}, {})
+    if newest.is_torn:
+        raise torn(store, listing, newest)
     manifests: dict[int, Manifest | None] = {newest.generation: newest.decode()}
     for generation in sorted(listing.manifests):
         if generation < newest.generation:
             manifests[generation] = _decode_old(store, generation)
     now_s = store.now_s()
     created_s = {g: listing.manifests[g].modified_s if g in listing.manifests else now_s for g in manifests}
-    return Generations(manifests, created_s)
+    return listing, Generations(manifests, created_s)
 
 
 def remove_superseded(store: Store, grace_s: float, *, events: Emitter = SILENT) -> tuple[str, ...]:
@@ -91,8 +107,8 @@ def remove_superseded(store: Store, grace_s: float, *, events: Emitter = SILENT)
 
     May raise any `AnyshardError`; after a commit that is no failure of the save, for the next save or clean removes the rest.
     """
-    listing = list_step(store)
-    keys = deletable(listing, read_generations(store, listing), now_s=store.now_s(), grace_s=grace_s)
+    listing, generations = read_generations(store)
+    keys = deletable(listing, generations, now_s=store.now_s(), grace_s=grace_s)
     if keys:
         store.delete(keys)
         events.event("save.superseded.removed", detail=f"{len(keys)} files")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from anyshard.records.names import SECTION_DIRECTORY, parse_name
@@ -22,11 +22,15 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepListing:
-    """One look at a step. `files` holds indexes, blobs and temporaries; a temporary belongs to its attempt like any file."""
+    """One look at a step. `files` holds indexes, blobs and temporaries; a temporary belongs to its attempt like any file.
+
+    `directories` are `data/` and the directories of sections below it, as prefixes.
+    """
 
     manifests: Mapping[int, Entry]
     files: Mapping[Owner, tuple[Entry, ...]]
     foreign: tuple[str, ...]
+    directories: tuple[str, ...] = ()
 
     @property
     def newest(self) -> int:
@@ -52,14 +56,15 @@ class StepListing:
 def list_step(store: Store) -> StepListing:
     """List the root, `data/` and `data/<section>/`, nothing deeper and through no link."""
     root = store.list("")
-    listings, foreign = [root], [prefix for prefix in root.prefixes if prefix != DATA_PREFIX]
+    listings, foreign, sections = [root], [prefix for prefix in root.prefixes if prefix != DATA_PREFIX], list[str]()
     if DATA_PREFIX in root.prefixes:
         data = store.list(DATA_PREFIX)
         sections = [prefix for prefix in data.prefixes if _is_section(prefix)]
         foreign += sorted(set(data.prefixes) - set(sections))
         listings += [data, *(store.list(prefix) for prefix in sections)]
         foreign += [prefix for listing in listings[2:] for prefix in listing.prefixes]
-    return _sort_entries(listings, foreign)
+    directories = (DATA_PREFIX, *sections) if DATA_PREFIX in root.prefixes else ()
+    return replace(_sort_entries(listings, foreign), directories=directories)
 
 
 def _is_section(prefix: str) -> bool:

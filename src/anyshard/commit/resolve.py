@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from anyshard.commit.foreign import advise, show_names
@@ -13,7 +14,7 @@ from anyshard.errors import (
     CheckpointReplaced,
     NotACheckpoint,
 )
-from anyshard.records.digests import digest_bytes
+from anyshard.records.digests import digest_bytes, is_digest
 from anyshard.records.manifest import Manifest, StepState, decode_manifest
 from anyshard.records.names import MAX_GENERATION, manifest_name
 from anyshard.records.strict_json import MAX_NBYTES
@@ -21,6 +22,12 @@ from anyshard.storage.protocol import Store
 
 SHOWN = 5
 DIGEST_LINE_NBYTES = 64
+# How long a record may take to be written where a store shows it before it is whole.
+PENDING_S = 600.0
+# How often a step is looked at anew while others replace its records.
+LOOKS = 5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,43 +46,99 @@ class Record:
     generation: int
     data: bytes
 
+    @property
+    def is_torn(self) -> bool:
+        """Whether there is no digest line at its end: a store without atomic creation shows a record so while it is written.
+
+        A record with a digest line that other bytes have is not torn but damaged.
+        """
+        *_, last, behind = (b"", b"", *self.data.rsplit(b"\n", 2))
+        return behind != b"" or not is_digest(last.decode("ascii", "replace"))
+
     def decode(self) -> Manifest:
         """The manifest in the bytes; damage, or the record of another generation, is `CheckpointDamaged`."""
         return decode_manifest(self.data, file=manifest_name(self.generation))
 
 
-def resolve(store: Store) -> Resolved:
+def resolve(store: Store, *, pending_s: float = PENDING_S) -> Resolved:
     """The committed manifest of the highest generation; never an older one because the newest is damaged.
 
-    Raises `CheckpointNotFound` (nothing there, deleted, or only an unfinished save), `NotACheckpoint`, `CheckpointDamaged`.
+    A newest record that is torn and younger than `pending_s` is still being written: the one before it counts until it is whole.
+    Raises `CheckpointNotFound` (nothing there, deleted, or only an unfinished save), `NotACheckpoint`, `CheckpointDamaged`,
+    `CheckpointReplaced` (records went faster than they could be read).
     """
-    listing = list_step(store)
-    newest = read_newest(store, listing)
+    listing, newest = look(store)
     if newest is None:
         raise _absence(store, listing)
-    manifest = newest.decode()
+    record = _find_whole(store, listing, newest, pending_s)
+    manifest = record.decode()
     if manifest.state is StepState.DELETED:
         raise CheckpointNotFound(f"{store.url}: this checkpoint was deleted on {manifest.time}; load another step")
-    return Resolved(manifest, digest_bytes(newest.data), listing)
+    return Resolved(manifest, digest_bytes(record.data), listing)
 
 
-def read_newest(store: Store, listing: StepListing) -> Record | None:
-    """The record of the highest generation, or None if there is none.
+def look(store: Store) -> tuple[StepListing, Record | None]:
+    """A listing of the step and the record of the highest generation, None if there is none.
 
-    A listing may lag behind reads, so the generations after the listed ones are asked for by name until one is absent.
+    Where that record goes away between the two, it looks again, a few times. Raises `CheckpointReplaced`.
     """
+    for _ in range(LOOKS):
+        listing = list_step(store)
+        newest = _read_newest(store, listing)
+        if newest is not None or not listing.manifests:
+            return listing, newest
+    raise CheckpointReplaced(f"{store.url}: {manifest_name(listing.newest)} was removed while it was being read; try again")
+
+
+def _read_newest(store: Store, listing: StepListing) -> Record | None:
+    # A listing may lag behind reads, so the generations after the listed ones are asked for by name until one is absent.
     newest, generation = None, listing.newest
     while (later := read_record(store, generation + 1)) is not None:
         newest, generation = later, generation + 1
-    if newest is None and generation > 0:
-        newest = read_record(store, generation)
-        if newest is None:
-            raise CheckpointReplaced(f"{store.url}: {manifest_name(generation)} was removed while it was being read; try again")
-    return newest
+    return newest if newest is not None or not generation else read_record(store, generation)
+
+
+def _find_whole(store: Store, listing: StepListing, newest: Record, pending_s: float) -> Record:
+    record = newest
+    while record.is_torn:
+        before = _read_before(store, listing, record.generation)
+        if before is None or age_s(store, listing, record) >= pending_s:
+            raise torn(store, listing, record)
+        logger.warning("%s: generation %d is being committed; %d counts", store.url, record.generation, before.generation)
+        record = before
+    return record
+
+
+def _read_before(store: Store, listing: StepListing, generation: int) -> Record | None:
+    """The record of the highest generation below one; the listing may lag for that one too."""
+    listed = max((g for g in listing.manifests if g < generation), default=0)
+    records = (read_record(store, g) for g in (generation - 1, listed) if g > 0)
+    return next((record for record in records if record is not None), None)
+
+
+def age_s(store: Store, listing: StepListing, record: Record) -> float:
+    """How long ago a record was written, by the store's clock; one that is not listed yet is new."""
+    entry = listing.manifests.get(record.generation)
+    return 0.0 if entry is None else store.now_s() - entry.modified_s
+
+
+def torn(store: Store, listing: StepListing, record: Record) -> CheckpointDamaged:
+    """The error for a torn record that nothing can stand in for."""
+    name = manifest_name(record.generation)
+    return CheckpointDamaged(
+        f"{store.url}: {name}: expected a digest line at its end, found none: it was cut, or its writer died "
+        f"{age_s(store, listing, record):.0f} s ago. If a save is running there, wait for it; else save again with "
+        "overwrite=True to replace it, or load another step",
+        file=name,
+    )
 
 
 def read_record(store: Store, generation: int) -> Record | None:
-    """The record of one generation, or None if it is not there."""
+    """The record of one generation, or None if it is not there.
+
+    Something else than a file under that name is the store's error, never "not there": it may be what a bad copy made of the
+    newest record, and nobody can commit that generation or a later one until it is moved away.
+    """
     if generation > MAX_GENERATION:
         return None
     try:

@@ -7,14 +7,14 @@ so that no published checkpoint can ever name a deleted file.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
-from anyshard.commit.deletion import deletable, read_generations
-from anyshard.commit.listing import list_step
+from anyshard.commit.deletion import deletable, empty_directories, read_generations
 from anyshard.commit.publish import PATIENT, Patience, create_record
-from anyshard.commit.resolve import Record, read_newest
+from anyshard.commit.resolve import Record, look
 from anyshard.commit.stamp import utc_now, writer_name
-from anyshard.errors import CheckpointDamaged, CheckpointNotFound
+from anyshard.errors import CheckpointDamaged, CheckpointNotFound, CommitConflict
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.manifest import Manifest, StepState
 from anyshard.records.names import make_attempt
@@ -24,17 +24,15 @@ from anyshard.storage.protocol import Store
 def delete_step(store: Store, *, patience: Patience = PATIENT, events: Emitter = SILENT) -> tuple[str, ...]:
     """Delete a checkpoint: it is gone for readers when this returns or dies half-way; return the keys of the deleted files.
 
-    A tombstone becomes the next generation, then data goes, then old records; the tombstone stays. Deleting again finishes
-    what was interrupted. Raises `CheckpointNotFound` if no record was ever there.
+    A tombstone becomes the next generation, then data goes, then old records; the tombstone stays. Where another writer takes
+    that generation first, what it made is deleted too. Deleting again finishes what was interrupted. Raises
+    `CheckpointNotFound` if no record was ever there.
     """
-    listing = list_step(store)
-    newest = read_newest(store, listing)
-    if newest is None:
-        raise CheckpointNotFound(f"{store.url}: no checkpoint is there to delete; anyshard.ops.clean removes unfinished saves")
-    manifest = _decode_or_none(newest)
-    if manifest is None or manifest.state is not StepState.DELETED:
-        create_record(store, make_tombstone(newest.generation + 1, manifest), patience=patience)
-        events.event("delete.tombstone.created", detail=f"generation {newest.generation + 1}")
+    while (tombstone := _next_tombstone(store)) is not None:
+        with suppress(CommitConflict):  # another writer took that generation: look again, and end that one's
+            create_record(store, tombstone, patience=patience)
+            events.event("delete.tombstone.created", detail=f"generation {tombstone.generation}")
+            break
     return _remove_licensed(store, events)
 
 
@@ -67,11 +65,22 @@ def make_fence(generation: int, newest: Manifest | None) -> Manifest:
     return replace(newest, generation=generation)
 
 
+def _next_tombstone(store: Store) -> Manifest | None:
+    """The tombstone to create; None if the step is deleted already."""
+    _, newest = look(store)
+    if newest is None:
+        raise CheckpointNotFound(f"{store.url}: no checkpoint is there to delete; anyshard.ops.clean removes unfinished saves")
+    manifest = _decode_or_none(newest)
+    is_deleted = manifest is not None and manifest.state is StepState.DELETED
+    return None if is_deleted else make_tombstone(newest.generation + 1, manifest)
+
+
 def _remove_licensed(store: Store, events: Emitter) -> tuple[str, ...]:
     # Readers were told by the tombstone, so there is no grace.
-    listing = list_step(store)
-    keys = deletable(listing, read_generations(store, listing), now_s=math.inf, grace_s=0)
+    listing, generations = read_generations(store)
+    keys = deletable(listing, generations, now_s=math.inf, grace_s=0)
     store.delete(keys)
+    store.delete(empty_directories(listing, generations.newest, removed=keys))
     events.event("delete.files.removed", detail=f"{len(keys)} files")
     return keys
 

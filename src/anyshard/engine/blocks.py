@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 
+from anyshard.engine.bell import Bell
 from anyshard.errors import LimitExceeded
 from anyshard.records.tail import CELL_NBYTES
 
@@ -16,16 +18,19 @@ from anyshard.records.tail import CELL_NBYTES
 class BlockPool:
     """Writable blocks of `block_nbytes` (whole cells), at most `byte_budget` bytes in all, but at least one block.
 
-    Thread-safe. A block is a page-aligned `memoryview`; what it holds is undefined. The block released last is handed out first.
+    Thread-safe. A block is a page-aligned `memoryview`; what it holds is undefined. Blocks that were used before are handed out
+    first. Who borrows says so by any object of its own, and gives back under the same name.
     """
 
     def __init__(self, *, byte_budget: int, block_nbytes: int) -> None:
         cells = max(1, min(byte_budget, block_nbytes) // CELL_NBYTES)
         self._block_nbytes = cells * CELL_NBYTES
         self._num_blocks = max(1, byte_budget // self._block_nbytes)
-        self._num_made = 0
-        self._free: list[memoryview] = []
-        self._changed = threading.Condition()
+        self._blocks: list[memoryview] = []
+        # The id of each block that is out, and who has it: the only record of that, so an interrupt cannot lose a block halfway.
+        self._borrowers: dict[int, object] = {}
+        self._lock = threading.Lock()
+        self._bell = Bell()
 
     @property
     def block_nbytes(self) -> int:
@@ -33,32 +38,54 @@ class BlockPool:
         return self._block_nbytes
 
     @property
+    def num_blocks(self) -> int:
+        """How many blocks there can be."""
+        return self._num_blocks
+
+    @property
     def num_free(self) -> int:
         """How many blocks can be acquired now without waiting."""
-        return self._num_blocks - self._num_made + len(self._free)
+        return self._num_blocks - len(self._borrowers)
 
-    def acquire(self, timeout_s: float | None = None) -> memoryview | None:
+    def acquire(self, timeout_s: float | None = None, *, borrower: object = None) -> memoryview | None:
         """A block that nobody else has, or None if none came free within `timeout_s`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.num_free, timeout_s):
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (block := self._take(borrower)) is None:
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 return None
-            if self._free:
-                return self._free.pop()
-            block = _make_block(self._block_nbytes)
-            self._num_made += 1
+            self._bell.wait(left_s)
+        return block
+
+    def release(self, block: memoryview, *, borrower: object = None) -> None:
+        """Take a block back, which must not be touched again; one that `borrower` does not have (any more) is passed over."""
+        with self._lock:
+            if id(block) not in self._borrowers or self._borrowers[id(block)] is not borrower:
+                return
+            del self._borrowers[id(block)]
+        self._bell.ring()
+
+    def settle(self, borrower: object, *, is_in_use: bool) -> None:
+        """Take back all that `borrower` has; if it may still be written to, new blocks will be made in its place."""
+        with self._lock:
+            out = {number for number, has_it in self._borrowers.items() if has_it is borrower}
+            if is_in_use:
+                self._blocks = [block for block in self._blocks if id(block) not in out]
+            for number in out:
+                del self._borrowers[number]
+        for _ in out:
+            self._bell.ring()
+
+    def _take(self, borrower: object) -> memoryview | None:
+        with self._lock:
+            if len(self._borrowers) >= self._num_blocks:
+                return None
+            block = next((block for block in self._blocks if id(block) not in self._borrowers), None)
+            if block is None:
+                block = _make_block(self._block_nbytes)
+                self._blocks.append(block)
+            self._borrowers[id(block)] = borrower
             return block
-
-    def release(self, block: memoryview) -> None:
-        """Give a block back; the caller must not touch it again."""
-        with self._changed:
-            self._free.append(block)
-            self._changed.notify()
-
-    def forget(self, num_blocks: int) -> None:
-        """Strike blocks that will never be released, so that new ones can be made in their place."""
-        with self._changed:
-            self._num_made -= num_blocks
-            self._changed.notify(num_blocks)
 
 
 class Loan:
@@ -66,7 +93,7 @@ class Loan:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._out: dict[int, memoryview] = {}
+        self._is_over = False
 
     @property
     def block_nbytes(self) -> int:
@@ -74,25 +101,21 @@ class Loan:
         return self._pool.block_nbytes
 
     def acquire(self, timeout_s: float | None = None) -> memoryview | None:
-        """As `BlockPool.acquire`."""
-        if (block := self._pool.acquire(timeout_s)) is not None:
-            self._out[id(block)] = block
+        """As `BlockPool.acquire`; once the loan is settled a thread that was left behind gets no more blocks."""
+        block = self._pool.acquire(timeout_s, borrower=self)
+        if self._is_over and block is not None:
+            self._pool.release(block, borrower=self)
+            raise RuntimeError("the operation that these blocks were for is over")
         return block
 
     def release(self, block: memoryview) -> None:
         """As `BlockPool.release`; a block that was settled meanwhile is let go."""
-        if self._out.pop(id(block), None) is not None:
-            self._pool.release(block)
+        self._pool.release(block, borrower=self)
 
     def settle(self, *, is_in_use: bool) -> None:
         """End the loan. Blocks that a thread left behind may still write to are never handed to anybody else."""
-        blocks = list(self._out.values())
-        self._out.clear()
-        if is_in_use:
-            self._pool.forget(len(blocks))
-            return
-        for block in blocks:
-            self._pool.release(block)
+        self._is_over = True
+        self._pool.settle(self, is_in_use=is_in_use)
 
 
 def _make_block(nbytes: int) -> memoryview:

@@ -1,7 +1,8 @@
 """A crew: the threads of one operation. The first error stops them all, and no wait lasts for ever.
 
-Tasks are few and long (a block each), so plain threads and one queue are enough. Threads are daemons: a call that never comes
-back from a broken storage must not keep the interpreter from exiting.
+Tasks are few and long (a block each), so threads come and go with them: one is started for a task while there are fewer than
+allowed, and ends when it finds no further task. Nothing has to tell an idle thread to go, so none is ever left waiting. Threads
+are daemons: a call that never comes back from a broken storage must not keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Self, TypeVar
 
-from anyshard.errors import StorageStuck
+from anyshard.engine.bell import Bell
+from anyshard.errors import LimitExceeded, StorageStuck
 
 logger = logging.getLogger(__name__)
 
@@ -47,47 +49,69 @@ class Call:
 
 
 class Crew:
-    """Threads that run tasks in the order of `submit`. After the first error of any of them no further task starts.
+    """Up to `num_threads` threads that run tasks in the order of `submit`. After the first error no further task starts.
 
-    Leaving the context waits until no task runs and raises the first error. If nothing moves for `patience.timeout_s`, it raises
-    `StorageStuck` and leaves the threads behind: while `has_stragglers` holds, what the tasks use must not be taken from them.
+    Leaving the context waits until no task runs and raises the first error; an interrupt (Ctrl-C) stops the tasks and is raised
+    once they have come to rest, which only a second interrupt cuts short. If nothing moves for `patience.timeout_s`,
+    `StorageStuck` is raised and the threads are left behind: while `has_stragglers` holds, what the tasks use must not be taken
+    from them. `at_rest` is called once, by a thread of the crew, when no task runs any more and none ever will, however late
+    that is: it puts away what the tasks shared.
     """
 
-    def __init__(self, num_threads: int, *, name: str, patience: Patience) -> None:
+    def __init__(self, num_threads: int, *, name: str, patience: Patience, at_rest: Callable[[], None] | None = None) -> None:
+        self._max_threads = num_threads
+        self._name = name
         self._patience = patience
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_open = 0
+        self._last = at_rest
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._num_threads = 0
+        self._num_busy = 0  # counted by the threads themselves, which no interrupt can reach
         self._num_done = 0
+        self._is_over = False
         self._failure: BaseException | None = None
         self._calls: dict[int, Call] = {}
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{i}", daemon=True) for i in range(num_threads)]
+        self._lock = threading.Lock()
+        self._bell = Bell()
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        is_interrupted = not isinstance(error, Exception | None)
         if error is not None:
             self._fail(error)
-        for _ in self._threads:
-            self._tasks.put(None)
-        if not isinstance(error, StorageStuck):
-            self._come_to_rest()
+        try:
+            if not isinstance(error, StorageStuck):
+                self._come_to_rest()
+        except StorageStuck as stuck:
+            self._fail(stuck)
+            if not is_interrupted:
+                raise
+        except BaseException as interrupt:
+            self._fail(interrupt)
+            if not is_interrupted:
+                with suppress(StorageStuck):
+                    self._come_to_rest()
+            raise
+        finally:
+            self._put_away()
         if error is None:
             self.check()
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether a task still runs; after the context only if the wait for it was given up."""
-        return self._num_open > 0
+        """Whether a task still runs or may start; after the context only if the wait for it was given up."""
+        return not self._is_at_rest()
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Queue a task for the next idle thread."""
-        with self._changed:
-            self._num_open += 1
-        self._tasks.put(task)
+        """Queue a task. `LimitExceeded` if it needs a thread, and the system has none to give."""
+        self._tasks.append(task)
+        if self._num_threads < self._max_threads and not self._add_thread() and not self._num_threads and self._tasks:
+            raise LimitExceeded(
+                f"expected to start up to threads={self._max_threads} threads, found that the system starts none. Lower the "
+                "option threads= or ANYSHARD_STORAGE_THREADS, or raise the limit of this process (ulimit -u, pids.max)"
+            )
 
     def check(self) -> None:
         """Raise the first error, if there is one."""
@@ -95,8 +119,10 @@ class Crew:
             raise self._failure
 
     @contextmanager
-    def call(self, verb: str, *, file: str, position: int) -> Iterator[None]:
-        """Note a call into a store for as long as it lasts, so that a stuck one can be named."""
+    def call(self, verb: str, *, file: str, position: int = 0, despite_failure: bool = False) -> Iterator[None]:
+        """Note a call into a store for as long as it lasts, so that a stuck one can be named; after an error none begins."""
+        if not despite_failure:
+            self.check()
         me = threading.get_ident()
         self._calls[me] = Call(verb, file, position, time.monotonic())
         try:
@@ -120,18 +146,45 @@ class Crew:
                 logger.warning("no progress for %.1f s, waiting for: %s", waited_s, self._describe_calls())
         return answer
 
+    # The owner ---------------------------------------------------------------------------------------------------------
+
     def _come_to_rest(self) -> None:
-        try:
-            self.wait_for(self._is_idle, despite_failure=True)
-        except BaseException as error:
-            self._fail(error)  # what is still queued must not start later, when nobody waits for it
-            raise
-        for thread in self._threads:
+        self.wait_for(self._await_rest, despite_failure=True)
+        self._put_away()
+        self.wait_for(self._await_rest, despite_failure=True)
+        for thread in self._threads:  # they have nothing left to do but to end
             thread.join()
 
-    def _is_idle(self, timeout_s: float) -> bool | None:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._num_open == 0, timeout_s) or None
+    def _put_away(self) -> None:
+        """Have a thread call `at_rest`: a new one, or the last one that was left behind when it comes back."""
+        self._is_over = True
+        if self._last is not None and not self._add_thread():
+            with self._lock:
+                self._num_threads += 1
+            self._work()
+
+    def _await_rest(self, timeout_s: float) -> bool | None:
+        if not self._is_at_rest():
+            self._bell.wait(timeout_s)
+        return self._is_at_rest() or None
+
+    def _is_at_rest(self) -> bool:
+        with self._lock:
+            return not self._num_busy and not self._has_next()
+
+    def _add_thread(self) -> bool:
+        """Start one more thread; false if the system has none."""
+        with self._lock:
+            self._num_threads += 1
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{self._num_threads - 1}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._num_threads -= 1
+            return False
+        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        return True
 
     def _describe_calls(self) -> str:
         calls = sorted(self._calls.copy().values(), key=lambda call: call.began_s)
@@ -145,19 +198,39 @@ class Crew:
             file=files[0] if files else "",
         )
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._failure = self._failure or error
+    # The threads -------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+    def _work(self) -> None:
+        while (task := self._take()) is not None:
             try:
-                if self._failure is None:
-                    task()
+                task()
             except BaseException as error:  # noqa: BLE001 - the border of the thread: raised again by the owner of the crew
                 self._fail(error)
             del task
-            with self._changed:
-                self._num_open -= 1
+            with self._lock:
+                self._num_busy -= 1
                 self._num_done += 1
-                self._changed.notify_all()
+            self._bell.ring()
+
+    def _take(self) -> Callable[[], None] | None:
+        with self._lock:
+            if not self._has_next():
+                self._num_threads -= 1
+                return None
+            if self._is_over:
+                task, self._last = self._last, None
+            else:
+                task = self._tasks.popleft()
+            self._num_busy += 1
+            return task
+
+    def _has_next(self) -> bool:
+        if self._is_over:
+            return self._last is not None and not self._num_busy
+        return self._failure is None and bool(self._tasks)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            dropped, self._tasks = self._tasks, deque()
+        del dropped  # what these tasks held is freed outside of the lock

@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 
+from anyshard.engine.bell import Bell
 from anyshard.records.handles import BITS_DTYPES, Destination
 from anyshard.records.load_plan import LoadPlan
 
 # NumPy copies let other threads run and cost 1 us more to start than a slice assignment, which does not.
 _BIG_NBYTES = 64 * 1024
+_POLL_S = 0.1
 
 
 class Placer:
-    """Copies the pieces of a plan's reads to where they belong. Thread-safe: pieces never overlap."""
+    """Copies the pieces of a plan's reads to where they belong, until it is closed. Thread-safe: pieces never overlap."""
 
     def __init__(self, plan: LoadPlan, destinations: Sequence[Destination]) -> None:
         self._plan = plan
         self._destinations = destinations
         self._memories = [destination.memory() for destination in destinations]
+        self._num_placing = 0
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._bell = Bell()
 
-    def place(self, read: int, data: memoryview) -> None:
-        """Copy every piece of the read, whose bytes are `data`."""
+    def place(self, read: int, data: memoryview) -> bool:
+        """Copy every piece of the read, whose bytes are `data`; false, and nothing copied, if the placer is closed."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            self._num_placing += 1
+        try:
+            self._place(read, data)
+        finally:
+            with self._lock:
+                self._num_placing -= 1
+            self._bell.ring()
+        return True
+
+    def close(self) -> None:
+        """From here on nothing is placed: a thread that a failed load left behind must not write over what comes after it."""
+        with self._lock:
+            self._is_closed = True
+        while self._num_placing:  # copies in memory, which end soon
+            self._bell.wait(_POLL_S)
+
+    def _place(self, read: int, data: memoryview) -> None:
         plan, start = self._plan, int(self._plan.reads.start[read])
         first, last = int(plan.reads.first_piece[read]), int(plan.reads.first_piece[read + 1])
         rows = slice(first, last)

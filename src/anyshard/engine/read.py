@@ -3,42 +3,44 @@
 A crew of threads takes the reads of a plan in their order. Each read goes into a block, is verified there cell by cell, then its
 pieces are copied to where they belong: no byte is used before the digest of its cell was compared, and beyond the destinations
 there is no memory but the pool's. Reading straight into a destination's memory would save no time: tensors are not page-aligned,
-so direct reads need a block anyway, and from the page cache a copy through a block that stays in the processor's cache was the
+so O_DIRECT needs a block anyway, and from the page cache a copy through a block that stays in the processor's cache was the
 quicker of the two (4.5 against 3.5 GB/s), as the kernel's copy into cold memory is slower than ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
 
 import numpy as np
 
 from anyshard.engine.blocks import BlockPool, Loan
 from anyshard.engine.crew import Crew, Patience
 from anyshard.engine.place import Placer
-from anyshard.errors import BlobNotFound, CheckpointDamaged
+from anyshard.engine.readers import OpenFiles, SharedReader
+from anyshard.errors import CheckpointDamaged
 from anyshard.monitor.events import SILENT, Emitter
+from anyshard.records.addresses import show
 from anyshard.records.digests import cell_digests, check_digest
 from anyshard.records.handles import Destination
 from anyshard.records.load_plan import LoadPlan
 from anyshard.records.manifest import BlobEntry, Manifest
 from anyshard.records.tail import HEAD_NBYTES, Tail, decode_tail, encode_head
-from anyshard.storage.protocol import BlobReader, Store
+from anyshard.storage.protocol import Store
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """What is the same for all reads of one load."""
+    """What is the same for all reads of one load. All blobs that are opened with it share `files`, so as to keep few open."""
 
     threads: int = 4
     events: Emitter = SILENT
     patience: Patience = field(default_factory=Patience)
+    files: OpenFiles = field(default_factory=OpenFiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class OpenBlob:
     """A blob whose length, head and tail were checked."""
 
     entry: BlobEntry
-    reader: BlobReader
+    reader: SharedReader
     tail: Tail
 
     def check_cells(self, data: memoryview, start: int) -> None:
@@ -69,7 +71,7 @@ class OpenBlob:
         where = ", ".join(f"cell {cell} (bytes {low} to {high})" for cell, (low, high) in zip(cells, ranges, strict=True))
         return CheckpointDamaged(
             f"{self.entry.name}: expected the bytes that were saved, found others in {where}; "
-            f"it holds {_show([tail.addresses[slot] for slot in sorted(touched)])}. Load another checkpoint or copy",
+            f"it holds {_list([tail.addresses[slot] for slot in sorted(touched)])}. Load another checkpoint or copy",
             file=self.entry.name,
         )
 
@@ -78,18 +80,19 @@ class OpenBlob:
 def open_blobs(store: Store, manifest: Manifest, *, blobs: Sequence[int], job: ReadJob, pool: BlockPool) -> Iterator[OpenBlobs]:
     """Open the blobs at these positions of the manifest's list and check them: length, tail, head, and who wrote them.
 
-    What was opened stays readable to the end of the context, whatever happens to its name. Raises `CheckpointDamaged`.
+    What was opened stays readable to the end of the context, whatever happens to its name; beyond the number of files that the
+    job keeps open, a blob that was removed or replaced meanwhile is `CheckpointReplaced`. Raises `CheckpointDamaged`.
     """
     opened: dict[int, OpenBlob] = {}
-    crew, readers = Crew(min(job.threads, max(1, len(blobs))), name="anyshard-open", patience=job.patience), ExitStack()
+    readers = {blob: SharedReader(store, manifest.blobs[blob], job.files) for blob in blobs}
     try:
-        with crew:
-            for blob in blobs:
-                crew.submit(partial(_open_blob, store, manifest, blob, crew=crew, into=(readers, opened)))
+        with Crew(min(job.threads, max(1, len(blobs))), name="anyshard-open", patience=job.patience) as crew:
+            for blob, reader in readers.items():
+                crew.submit(partial(_open_blob, manifest, blob, reader, crew=crew, into=opened))
         yield OpenBlobs(manifest, opened, job=job, pool=pool)
     finally:
-        if not crew.has_stragglers:
-            readers.close()
+        for reader in readers.values():
+            reader.close()
 
 
 class OpenBlobs:
@@ -114,8 +117,8 @@ class OpenBlobs:
         position, nbytes = int(blob.tail.position[-1]), int(blob.tail.nbytes[-1])
         start, stop = blob.grow_to_cells(position, position + nbytes)
         data = memoryview(bytearray(stop - start))
-        blob.reader.read_into(start, data)
-        blob.check_cells(data, start)
+        with Crew(1, name="anyshard-read", patience=self._job.patience) as crew:  # so that a stuck read ends
+            crew.submit(partial(_read_checked, blob, start, data, crew=crew))
         return bytes(data[position - start : position - start + nbytes])
 
     def verify(self, plan: LoadPlan) -> None:
@@ -131,13 +134,17 @@ class OpenBlobs:
         self._run(_Run(plan, self._blobs, Placer(plan, destinations)))
 
     def _run(self, run: _Run) -> None:
+        nbytes = run.plan.reads.stop - run.plan.reads.start
+        assert nbytes.max(initial=0) <= self._pool.block_nbytes, "a read is longer than a block"
         loan = Loan(self._pool)
-        crew = Crew(min(self._job.threads, max(1, len(run.plan.reads))), name="anyshard-read", patience=self._job.patience)
+        num_threads = min(self._job.threads, max(1, len(run.plan.reads)), self._pool.num_blocks)
+        crew = Crew(num_threads, name="anyshard-read", patience=self._job.patience)
         try:
             with crew:
                 for read in range(len(run.plan.reads)):
                     crew.submit(partial(run.do, read, crew=crew, loan=loan, events=self._job.events))
         finally:
+            run.close()
             loan.settle(is_in_use=crew.has_stragglers)
 
     def _find_first(self, section: str, rank: int) -> int:
@@ -160,58 +167,43 @@ class _Run:
         blob = self._blobs[position]
         block = crew.wait_for(loan.acquire)
         data = block[: stop - start]
-        with crew.call("read", file=blob.entry.name, position=start):
-            blob.reader.read_into(start, data)
-        blob.check_cells(data, start)
-        if self._placer is not None:
-            self._placer.place(read, data)
+        _read_checked(blob, start, data, crew=crew)
+        if self._placer is None or self._placer.place(read, data):
+            events.event("load.read.done", file=blob.entry.name, nbytes=stop - start)
         loan.release(block)
-        events.event("load.read.done", file=blob.entry.name, nbytes=stop - start)
+
+    def close(self) -> None:
+        """Nothing is placed any more, not even by a thread that was left behind."""
+        if self._placer is not None:
+            self._placer.close()
 
 
-_Opened: TypeAlias = tuple[ExitStack, dict[int, OpenBlob]]
+def _read_checked(blob: OpenBlob, start: int, out: memoryview, *, crew: Crew) -> None:
+    blob.reader.read(start, out, crew=crew)
+    blob.check_cells(out, start)
 
 
-def _open_blob(store: Store, manifest: Manifest, position: int, *, crew: Crew, into: _Opened) -> None:
-    readers, opened = into
+def _open_blob(manifest: Manifest, position: int, reader: SharedReader, *, crew: Crew, into: dict[int, OpenBlob]) -> None:
     entry = manifest.blobs[position]
-    with crew.call("open", file=entry.name, position=0):
-        reader = readers.enter_context(_open_listed(store, entry))
-    if reader.nbytes != entry.nbytes:
-        raise _damaged(entry, "a length of", entry.nbytes, reader.nbytes)
-    tail = decode_tail(
-        bytes(_read_tail(reader, entry, crew)), tail_position=entry.tail_position, max_slots=manifest.num_slots, file=entry.name
-    )
-    _check_identity(reader, entry, tail)
-    opened[position] = OpenBlob(entry, reader, tail)
-
-
-def _open_listed(store: Store, entry: BlobEntry) -> BlobReader:
-    try:
-        return store.open_blob(entry.name)
-    except BlobNotFound as error:
-        raise CheckpointDamaged(
-            f"{entry.name}: expected the blob that the manifest lists, found no such file; this is an incomplete copy",
-            file=entry.name,
-        ) from error
-
-
-def _read_tail(reader: BlobReader, entry: BlobEntry, crew: Crew) -> bytearray:
-    data = bytearray(entry.nbytes - entry.tail_position)
-    with crew.call("read", file=entry.name, position=entry.tail_position):
-        reader.read_into(entry.tail_position, memoryview(data))
+    data = _read(reader, entry.tail_position, nbytes=entry.nbytes - entry.tail_position, crew=crew)
     check_digest(data, entry.tail_digest, file=entry.name)
-    return data
+    tail = decode_tail(data, tail_position=entry.tail_position, max_slots=manifest.num_slots, file=entry.name)
+    _check_identity(entry, tail, head=_read(reader, 0, nbytes=HEAD_NBYTES, crew=crew))
+    into[position] = OpenBlob(entry, reader, tail)
 
 
-def _check_identity(reader: BlobReader, entry: BlobEntry, tail: Tail) -> None:
+def _read(reader: SharedReader, position: int, *, nbytes: int, crew: Crew) -> bytes:
+    data = bytearray(nbytes)
+    reader.read(position, memoryview(data), crew=crew)
+    return bytes(data)
+
+
+def _check_identity(entry: BlobEntry, tail: Tail, *, head: bytes) -> None:
     found = (tail.identity.section, tail.identity.rank)
     if found != (entry.section, entry.rank):
         raise _damaged(entry, "section and rank", (entry.section, entry.rank), found)
-    head = bytearray(HEAD_NBYTES)
-    reader.read_into(0, memoryview(head))
-    if head != encode_head(tail.identity.attempt):
-        raise _damaged(entry, "the head", encode_head(tail.identity.attempt), bytes(head))
+    if head != (expected := encode_head(tail.identity.attempt)):
+        raise _damaged(entry, "the head", expected, head)
 
 
 def _damaged(entry: BlobEntry, what: str, expected: object, found: object) -> CheckpointDamaged:
@@ -224,8 +216,8 @@ def _meets(tail: Tail, low: int, high: int) -> np.ndarray[tuple[int], np.dtype[n
     return (tail.position < high) & (tail.position + tail.nbytes > low)
 
 
-def _show(addresses: list[str]) -> str:
+def _list(addresses: list[str]) -> str:
     if not addresses:
         return "padding only"
     more = f" and {len(addresses) - _SHOWN} more" if len(addresses) > _SHOWN else ""
-    return ", ".join(addresses[:_SHOWN]) + more
+    return ", ".join(map(show, addresses[:_SHOWN])) + more

@@ -8,7 +8,7 @@ import numpy as np
 
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.layout import align_up, lay_out
-from anyshard.records.tables import NOT_AN_ALIAS, BlobPlan, IntColumn, ShardTable, TensorTable
+from anyshard.records.tables import BlobPlan, IntColumn, ShardTable, TensorTable
 from anyshard.records.tail import CELL_NBYTES, SMALL_ALIGNMENT, VALUES_DTYPE, BlobIdentity, Tail
 
 
@@ -40,7 +40,7 @@ def describe_blob(shards: ShardTable, plan: BlobPlan, *, identity: BlobIdentity,
         offsets=offsets,
         lengths=lengths,
         cell_digests=np.zeros(-(-tail_position // CELL_NBYTES), dtype=np.uint64),
-        also=_list_ties(tensors, set(chosen.tolist())),
+        also=_list_ties(tensors, chosen),
     )
 
 
@@ -48,11 +48,9 @@ def _append_row(column: IntColumn, value: int) -> IntColumn:
     return np.append(column, np.full((1, column.shape[1]), value, dtype=np.int64), axis=0)
 
 
-def _list_ties(tensors: TensorTable, stored: set[int]) -> Mapping[str, tuple[str, ...]]:
+def _list_ties(tensors: TensorTable, stored: IntColumn) -> Mapping[str, tuple[str, ...]]:
     """For each tensor stored in this blob the addresses that are tied to it."""
-    ties: dict[str, tuple[str, ...]] = {}
-    for alias in np.flatnonzero(tensors.alias_of != NOT_AN_ALIAS).tolist():
-        target = int(tensors.alias_of[alias])
-        if target in stored:
-            ties[tensors.addresses[target]] = (*ties.get(tensors.addresses[target], ()), tensors.addresses[alias])
-    return ties
+    ties: dict[str, list[str]] = {}
+    for alias in np.flatnonzero(np.isin(tensors.alias_of, stored)).tolist():
+        ties.setdefault(tensors.addresses[tensors.alias_of[alias]], []).append(tensors.addresses[alias])
+    return {address: tuple(also) for address, also in ties.items()}

@@ -2,9 +2,12 @@
 
 The calling thread stages (it may touch tensors), a crew of threads digests and writes. A blob goes through these states:
 
-    open      -> its image [0, tail_position) is cut into blocks; each is staged, handed to the crew, digested, written
+    begun     -> its image [0, tail_position) is cut into blocks; each is staged, handed to the crew, digested, written
     complete  -> all blocks but the last are written: the last one is digested, the tail joined to it, both are written
-    durable   -> the store has finished the blob
+    durable   -> the store has finished the blob, and it is closed
+
+Only the crew calls the store: the first thread that has a block of a blob creates it, the one that has the last block closes it.
+So no more blobs are open than threads and one, and an interrupt of the calling thread never meets a call into the store.
 
 All positions follow from the plan, so blocks may be written in any order. The tail is joined to the last block so that every
 write begins on a block border and is a multiple of 4096 bytes long.
@@ -12,6 +15,7 @@ write begins on a block border and is a multiple of 4096 bytes long.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +27,7 @@ from anyshard.engine.crew import Crew, Patience
 from anyshard.engine.slots import describe_blob
 from anyshard.errors import InvalidAppState
 from anyshard.monitor.events import SILENT, Emitter
-from anyshard.records.addresses import section_directory
+from anyshard.records.addresses import section_directory, show
 from anyshard.records.digests import cell_digests, digest_bytes
 from anyshard.records.handles import Source
 from anyshard.records.manifest import BlobEntry
@@ -31,6 +35,8 @@ from anyshard.records.names import blob_name
 from anyshard.records.tables import BlobPlan, SavePlan
 from anyshard.records.tail import CELL_NBYTES, BlobIdentity, Tail, encode_head, encode_tail
 from anyshard.storage.protocol import BlobWriter, Store
+
+logger = logging.getLogger(__name__)
 
 _ZEROS = bytes(4096)
 
@@ -73,29 +79,24 @@ def write_blobs(
     `sources[i]` yields the bytes of row i of the plan's shard table; they are only called from this thread. On any error nothing
     is left running, unfinished blobs are given up and the first error is raised; finished ones stay, for the caller to delete.
     """
-    num_threads = job.threads if store.capabilities.parallel_writes else 1  # one thread keeps the writes front to back
-    crew = Crew(num_threads, name="anyshard-write", patience=job.patience)
-    loan, writers = Loan(pool), ExitStack()
+    loan = Loan(pool)
+    pipeline = _Pipeline(store, loan, job)
     try:
-        with crew:
-            pipeline = _Pipeline(crew, loan, job)
-            blobs = [pipeline.stage(_open_blob(store, plan, of, job=job, writers=writers), plan, sources) for of in plan.blobs]
+        with pipeline.crew:
+            for of in plan.blobs:
+                pipeline.stage(_describe(plan, of, job), plan, sources)
     finally:
-        loan.settle(is_in_use=crew.has_stragglers)
-        if not crew.has_stragglers:  # else a thread that was left behind may still be writing to it
-            writers.close()
-    return tuple(blob.make_entry() for blob in blobs)
+        loan.settle(is_in_use=pipeline.crew.has_stragglers)
+    return tuple(blob.make_entry() for blob in pipeline.blobs)
 
 
-def _open_blob(store: Store, plan: SavePlan, of: BlobPlan, *, job: WriteJob, writers: ExitStack) -> _Blob:
+def _describe(plan: SavePlan, of: BlobPlan, job: WriteJob) -> _Blob:
     values = job.values[of.section] if of.k == 0 else None
     tail = describe_blob(plan.shards, of, identity=job.identify(of), values_nbytes=None if values is None else len(values))
     directory = section_directory(of.section)
     name = blob_name(directory, of.rank, k=of.k, generation=job.generation, attempt=job.attempt)
     nbytes = tail.tail_position + len(encode_tail(tail))
-    job.events.event("save.blob.begin", file=name, nbytes=nbytes)
-    writer = writers.enter_context(store.create_blob(name, nbytes=nbytes))
-    return _Blob(name=name, nbytes=nbytes, rows=of.rows.tolist(), values=values, tail=tail, writer=writer)
+    return _Blob(name=name, nbytes=nbytes, rows=of.rows.tolist(), values=values, tail=tail)
 
 
 @dataclass(slots=True)
@@ -107,7 +108,8 @@ class _Blob:
     rows: list[int]
     values: bytes | None
     tail: Tail
-    writer: BlobWriter
+    writer: BlobWriter | None = None
+    closing: ExitStack = field(default_factory=ExitStack)
     last_block: memoryview | None = None
     num_unwritten: int = 0
     tail_digest: str = ""
@@ -131,15 +133,20 @@ class _Blob:
 
 
 class _Pipeline:
-    """Stages blobs on the calling thread and hands their blocks to the crew."""
+    """Stages blobs on the calling thread and hands their blocks to its crew."""
 
-    def __init__(self, crew: Crew, loan: Loan, job: WriteJob) -> None:
-        self._crew = crew
+    def __init__(self, store: Store, loan: Loan, job: WriteJob) -> None:
+        num_threads = job.threads if store.capabilities.parallel_writes else 1  # one thread keeps the writes front to back
+        self.crew = Crew(num_threads, name="anyshard-write", patience=job.patience, at_rest=self._give_up)
+        self.blobs: list[_Blob] = []
+        self._store = store
         self._loan = loan
         self._events = job.events
 
-    def stage(self, blob: _Blob, plan: SavePlan, sources: Sequence[Source]) -> _Blob:
+    def stage(self, blob: _Blob, plan: SavePlan, sources: Sequence[Source]) -> None:
         """Copy a whole blob into blocks, waiting for free ones; its writes may still be in flight on return."""
+        self.blobs.append(blob)
+        self._events.event("save.blob.begin", file=blob.name, nbytes=blob.nbytes)
         block_nbytes, size = self._loan.block_nbytes, blob.tail.tail_position
         blob.num_unwritten = -(-size // block_nbytes)
         image = _Image(size, acquire=self._acquire, hand_over=partial(self._submit, blob))
@@ -150,24 +157,23 @@ class _Pipeline:
                 image.pull(sources[row], position, nbytes)
             except Exception as error:
                 address = plan.shards.tensors.addresses[plan.shards.tensor[row]]
-                error.add_note(f"while staging {address} of section {blob.tail.identity.section!r} for {blob.name}")
+                error.add_note(f"while staging {show(address)} of section {show(blob.tail.identity.section)} for {blob.name}")
                 raise
         if blob.values is not None:
             image.pad_to(int(blob.tail.position[-1]))
             image.put(blob.values)
         image.finish()
-        return blob
 
     def _acquire(self) -> memoryview:
-        return self._crew.wait_for(self._loan.acquire)
+        return self.crew.wait_for(self._loan.acquire)
 
     def _submit(self, blob: _Blob, block: memoryview, start: int, nbytes: int) -> None:
         self._events.event("save.block.staged", file=blob.name, nbytes=nbytes)
         if start + nbytes == blob.tail.tail_position:
             blob.last_block = block
-            self._crew.submit(partial(self._close_if_complete, blob))
+            self.crew.submit(partial(self._close_if_complete, blob))
         else:
-            self._crew.submit(partial(self._write_block, blob, block, start))
+            self.crew.submit(partial(self._write_block, blob, block, start))
 
     def _write_block(self, blob: _Blob, block: memoryview, start: int) -> None:
         blob.digest(block, start)
@@ -176,9 +182,26 @@ class _Pipeline:
         self._close_if_complete(blob)
 
     def _write(self, blob: _Blob, data: memoryview, position: int) -> None:
-        with self._crew.call("write", file=blob.name, position=position):
-            blob.writer.write_at(position, data)
+        writer = self._open(blob)
+        with self.crew.call("write", file=blob.name, position=position):
+            writer.write_at(position, data)
         self._events.event("save.block.written", file=blob.name, nbytes=len(data))
+
+    def _open(self, blob: _Blob) -> BlobWriter:
+        with blob.lock:
+            if blob.writer is None:
+                with self.crew.call("create", file=blob.name):
+                    blob.writer = blob.closing.enter_context(self._store.create_blob(blob.name, nbytes=blob.nbytes))
+            return blob.writer
+
+    def _give_up(self) -> None:
+        """Close what is still open, and so remove what was written of it."""
+        for blob in self.blobs:
+            try:
+                with self.crew.call("close", file=blob.name, despite_failure=True):
+                    blob.closing.close()
+            except Exception:
+                logger.warning("%s could not be removed", blob.name, exc_info=True)
 
     def _close_if_complete(self, blob: _Blob) -> None:
         """Finish the blob if all its blocks are written but the last, which waits for the tail."""
@@ -193,8 +216,9 @@ class _Pipeline:
         blob.tail_digest = digest_bytes(tail)
         self._events.event("save.blob.tail", file=blob.name, nbytes=len(tail))
         self._write_tail(blob, tail, block, start)
-        with self._crew.call("finish", file=blob.name, position=blob.nbytes):
-            blob.writer.finish()
+        with self.crew.call("finish", file=blob.name, position=blob.nbytes):
+            self._open(blob).finish()
+            blob.closing.close()
         self._events.event("save.blob.durable", file=blob.name, nbytes=blob.nbytes)
 
     def _write_tail(self, blob: _Blob, tail: bytes, block: memoryview, start: int) -> None:

@@ -65,7 +65,7 @@ class Emitter:
         address: str | None = None,
         detail: str | None = None,
     ) -> None:
-        """Emit one event. A failing sink is logged and never disturbs the operation."""
+        """Emit one event. A sink that fails is logged, hears no more of this operation, and never disturbs it."""
         if not self._sinks:
             return
         event = Event(name, self._operation, self._rank, time.time(), duration_s, nbytes, file, address, detail)
@@ -73,7 +73,8 @@ class Emitter:
             try:
                 sink.emit(event)
             except Exception:
-                logger.exception("event sink %r failed on %s", sink, name)
+                logger.exception("event sink %r failed on %s and is left out of this operation", sink, name)
+                self._sinks = tuple(other for other in self._sinks if other is not sink)
 
     @contextmanager
     def span(self, name: str, *, nbytes: int | None = None, file: str | None = None) -> Iterator[None]:

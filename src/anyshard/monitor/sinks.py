@@ -8,10 +8,13 @@ import logging
 import os
 import threading
 from dataclasses import fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from anyshard.monitor.events import Event
+from anyshard.monitor.events import Event, Sink
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = tuple(field.name for field in fields(Event))
 _RESULTS = frozenset({"save.end", "load.end"})
@@ -60,6 +63,16 @@ class JsonLinesSink:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def sinks_from_environment() -> tuple[Sink, ...]:
+    """The sink that ANYSHARD_EVENTS asks for, if it does. A file that cannot be opened is logged: it must not stop a job."""
+    path = os.environ.get("ANYSHARD_EVENTS")
+    try:
+        return (JsonLinesSink(Path(path).expanduser()),) if path else ()
+    except OSError as error:
+        logger.warning("ANYSHARD_EVENTS: no events are written, for the file cannot be opened: %s", error)
+        return ()
 
 
 class RecordingSink:

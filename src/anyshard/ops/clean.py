@@ -8,10 +8,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from anyshard.commit.deletion import Generations, deletable, read_generations
-from anyshard.commit.listing import Owner, StepListing, list_step
+from anyshard.commit.deletion import Generations, deletable, empty_directories, read_generations
+from anyshard.commit.listing import Owner, StepListing
 from anyshard.commit.publish import create_record
 from anyshard.commit.tombstone import make_fence
+from anyshard.errors import CommitConflict
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.records.manifest import Manifest, StepState
 from anyshard.storage.protocol import Entry, Store
@@ -41,9 +42,20 @@ class CleanReport:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    removed: tuple[str, ...]
-    fence: Manifest | None
+    """What to remove: `dead` only once `fence` is there. `unfinished` are all unfinished attempts, those dead ones too."""
+
+    superseded: tuple[str, ...]
+    unfinished: tuple[str, ...]
     in_progress: tuple[str, ...]
+    fence: Manifest | None = None
+    dead: tuple[str, ...] = ()
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        return self.dead + self.superseded
+
+    def without_fence(self) -> _Plan:
+        return _Plan(self.superseded, self.unfinished, self.unfinished)
 
 
 def clean(
@@ -57,41 +69,56 @@ def clean(
     """Remove leftovers of saves that died and superseded files; what a checkpoint or a running save needs is never removed.
 
     A save counts as dead if nothing of it was written for `older_than_s`. Superseded files stay `grace_s` for their readers.
-    Raises `CheckpointDamaged`, having changed nothing, if the newest manifest is damaged.
+    Directories of sections that are empty then go too. Raises `CheckpointDamaged`, having changed nothing, if the newest
+    manifest is damaged.
     """
     events = Emitter(sinks, operation=secrets.token_hex(8), rank=0)
     store = open_store(target, events=events)
-    listing = list_step(store)
-    plan = _plan(listing, read_generations(store, listing), now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
+    listing, generations = read_generations(store)
+    plan = _plan(listing, generations, now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
     if not dry_run:
-        _carry_out(store, plan, events)
+        plan = _fence(store, plan, events)
+        _remove(store, listing, plan, events)
     nbytes = sum(entry.nbytes for _, entry in listing.entries() if entry.key in set(plan.removed))
     fenced = None if plan.fence is None else plan.fence.generation
     return CleanReport(store.url, plan.removed, nbytes, fenced, plan.in_progress, listing.foreign, dry_run)
 
 
-def _carry_out(store: Store, plan: _Plan, events: Emitter) -> None:
-    if plan.fence is not None:
+def _fence(store: Store, plan: _Plan, events: Emitter) -> _Plan:
+    """Create the fence; the plan without it if another writer took the generation, whose files are not dead then."""
+    if plan.fence is None:
+        return plan
+    try:
         create_record(store, plan.fence)
-        events.event("clean.fence.created", detail=f"generation {plan.fence.generation}")
+    except CommitConflict:
+        return plan.without_fence()
+    events.event("clean.fence.created", detail=f"generation {plan.fence.generation}")
+    return plan
+
+
+def _remove(store: Store, listing: StepListing, plan: _Plan, events: Emitter) -> None:
     store.delete(plan.removed)
     events.event("clean.files.removed", detail=f"{len(plan.removed)} files")
+    if (listing.manifests or listing.files) and not plan.in_progress:  # else a directory of this name may be somebody else's
+        newest = max(listing.newest, 0 if plan.fence is None else plan.fence.generation)
+        store.delete(empty_directories(listing, newest, removed=plan.removed))
 
 
 def _plan(listing: StepListing, generations: Generations, *, now_s: float, older_than_s: float, grace_s: float) -> _Plan:
     superseded = deletable(listing, generations, now_s=now_s, grace_s=grace_s)
     unfinished = listing.unfinished(generations.newest)
+    attempts = tuple(owner.attempt for owner in unfinished)
     if not unfinished:
-        return _Plan(superseded + _expired_tombstone(listing, generations, now_s), None, ())
+        return _Plan(superseded + _expired_tombstone(listing, generations, now_s), (), ())
     # The fence has to be the very next generation: then it cannot pass over a save that is published meanwhile.
     dead = {owner: entries for owner, entries in unfinished.items() if owner.generation == generations.newest + 1}
     if not dead or now_s - _last_written_s(dead) < older_than_s:
-        return _Plan(superseded, None, tuple(owner.attempt for owner in unfinished))
+        return _Plan(superseded, attempts, attempts)
     fence = make_fence(generations.newest + 1, generations.manifests.get(generations.newest))
     licensed = deletable(listing, _with(generations, fence), now_s=math.inf, grace_s=0)
     keys = {entry.key for entries in dead.values() for entry in entries}
     kept = tuple(owner.attempt for owner in unfinished if owner not in dead)
-    return _Plan(tuple(key for key in licensed if key in keys) + superseded, fence, kept)
+    return _Plan(superseded, attempts, kept, fence, tuple(key for key in licensed if key in keys))
 
 
 def _with(generations: Generations, fence: Manifest) -> Generations:

@@ -11,7 +11,7 @@ from anyshard.records.addresses import show
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.load_plan import BlobLayout, ReadItems, Uncovered
 from anyshard.records.regions import difference, find_overlaps, overlap, volume
-from anyshard.records.tables import NOT_AN_ALIAS, Index, IntColumn, ShardTable, TensorTable, pad_columns
+from anyshard.records.tables import NOT_AN_ALIAS, Index, IntColumn, ShardTable, TensorTable, expand_ranges, pad_columns
 
 
 def match_shards(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLayout]) -> ReadItems:
@@ -21,49 +21,57 @@ def match_shards(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLay
     `layouts` lacks or that has another length.
     """
     stored = index.shards
-    width = max(wanted.offsets.shape[1], stored.offsets.shape[1])
-    w_tensor, w_offsets, w_lengths = _widen(wanted, width)
-    s_tensor, s_offsets, s_lengths = _widen(stored, width)
-    w_tensor = _stored_tensors(wanted.tensors, stored.tensors)[w_tensor]
-    # Only rows of tensors that both sides have are matched, with the tensor as a first dim.
+    w_tensor = _find_stored(wanted, stored.tensors)
+    # Only rows of tensors that both sides have are looked at: reading one tensor must not cost a look at all.
     w_rows = np.flatnonzero(w_tensor >= 0)
-    s_rows = np.flatnonzero(np.isin(s_tensor, w_tensor))
+    s_rows = _rows_of(stored, np.unique(w_tensor[w_rows]))
+    width = max(wanted.offsets.shape[1], stored.offsets.shape[1])
+    w_offsets, w_lengths = _take(wanted, w_rows, width)
+    s_offsets, s_lengths = _take(stored, s_rows, width)
     a, b = find_overlaps(
-        np.column_stack([w_tensor, w_offsets])[w_rows],
-        np.insert(w_lengths, 0, 1, axis=1)[w_rows],
-        np.column_stack([s_tensor, s_offsets])[s_rows],
-        np.insert(s_lengths, 0, 1, axis=1)[s_rows],
+        np.column_stack([w_tensor[w_rows], w_offsets]),  # the tensor is the first dim
+        np.insert(w_lengths, 0, 1, axis=1),
+        np.column_stack([stored.tensor[s_rows], s_offsets]),
+        np.insert(s_lengths, 0, 1, axis=1),
     )
-    w, s = w_rows[a], s_rows[b]
-    itemsize = _itemsizes(stored.tensors, s_tensor[s])
-    position = _find_positions(index, s, volume(np.column_stack([s_lengths[s], itemsize])), layouts)
-    order = np.lexsort((w, position, index.blob[s]))
-    w, s, position, itemsize = w[order], s[order], position[order], itemsize[order]
-    offsets, lengths, _ = overlap(w_offsets[w], w_lengths[w], s_offsets[s], s_lengths[s])
+    itemsize = _itemsizes(stored.tensors, stored.tensor[s_rows[b]])
+    position = _find_positions(index, s_rows[b], volume(np.column_stack([s_lengths[b], itemsize])), layouts)
+    order = np.lexsort((a, position, index.blob[s_rows[b]]))
+    a, b, position, itemsize = a[order], b[order], position[order], itemsize[order]
+    offsets, lengths, _ = overlap(w_offsets[a], w_lengths[a], s_offsets[b], s_lengths[b])
     return ReadItems(
-        wanted=w,
-        stored=s,
-        blob=index.blob[s],
+        wanted=w_rows[a],
+        stored=s_rows[b],
+        blob=index.blob[s_rows[b]],
         position=position,
         itemsize=itemsize,
-        ndims=stored.tensors.ndims[s_tensor[s]].astype(np.int64),
-        wanted_offsets=offsets - w_offsets[w],
-        stored_offsets=offsets - s_offsets[s],
-        stored_lengths=s_lengths[s],
+        ndims=stored.tensors.ndims[stored.tensor[s_rows[b]]].astype(np.int64),
+        wanted_offsets=offsets - w_offsets[a],
+        stored_offsets=offsets - s_offsets[b],
+        stored_lengths=s_lengths[b],
         lengths=lengths,
     )
 
 
-def _widen(shards: ShardTable, width: int) -> tuple[IntColumn, IntColumn, IntColumn]:
-    return shards.tensor, pad_columns(shards.offsets, width, fill=0), pad_columns(shards.lengths, width, fill=1)
+def _find_stored(wanted: ShardTable, stored: TensorTable) -> IntColumn:
+    """For each wanted shard the row of the stored tensor that has its bytes, or -1."""
+    used, number = np.unique(wanted.tensor, return_inverse=True)
+    found = np.array([stored.rows.get(wanted.tensors.addresses[row], -1) for row in used.tolist()], dtype=np.int64)
+    hit = np.flatnonzero(found >= 0)
+    alias_of = stored.alias_of[found[hit]]
+    found[hit] = np.where(alias_of == NOT_AN_ALIAS, found[hit], alias_of)
+    return found[number]
 
 
-def _stored_tensors(wanted: TensorTable, stored: TensorTable) -> IntColumn:
-    """For each wanted tensor the row of the stored tensor that has its bytes, or -1."""
-    rows = {address: row for row, address in enumerate(stored.addresses)}
-    found = np.array([rows.get(address, -1) for address in wanted.addresses], dtype=np.int64)
-    alias_of = np.append(stored.alias_of, NOT_AN_ALIAS)[found]
-    return np.where(alias_of == NOT_AN_ALIAS, found, alias_of)
+def _rows_of(shards: ShardTable, tensors: IntColumn) -> IntColumn:
+    """The rows of some tensors in a table that is ordered by tensor."""
+    first, stop = np.searchsorted(shards.tensor, tensors, "left"), np.searchsorted(shards.tensor, tensors, "right")
+    return expand_ranges(first, stop - first)[1]
+
+
+def _take(shards: ShardTable, rows: IntColumn, width: int) -> tuple[IntColumn, IntColumn]:
+    """Offsets and lengths of some rows, widened to `width` dims."""
+    return pad_columns(shards.offsets[rows], width, fill=0), pad_columns(shards.lengths[rows], width, fill=1)
 
 
 def _itemsizes(tensors: TensorTable, rows: IntColumn) -> IntColumn:
@@ -103,6 +111,8 @@ def find_uncovered(wanted: ShardTable, items: ReadItems) -> tuple[Uncovered, ...
 def _check_disjoint(wanted: ShardTable, items: ReadItems) -> None:
     # Counting elements would not do: an overlap and a hole of equal volume hide each other.
     shared = np.flatnonzero(np.bincount(items.wanted, minlength=len(wanted))[items.wanted] > 1)
+    if not len(shared):
+        return
     offsets = np.column_stack([items.wanted, items.wanted_offsets])[shared]
     lengths = np.insert(items.lengths, 0, 1, axis=1)[shared]
     one, other = find_overlaps(offsets, lengths, offsets, lengths)

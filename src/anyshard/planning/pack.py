@@ -70,12 +70,11 @@ def make_index(plans: Sequence[SavePlan], tensors: TensorTable) -> Index:
 
     A blob's number is its place in `order_blobs(plans)`. Tensors without elements get one row each, aliases none.
     """
-    rows_of = {address: row for row, address in enumerate(tensors.addresses)}
     width = tensors.shapes.shape[1]
     parts = [_empty_rows(tensors)]
     numbers = {(blob.section, blob.rank, blob.k): number for number, blob in enumerate(order_blobs(plans))}
     for plan in plans:
-        tensor = np.array([rows_of[address] for address in plan.shards.tensors.addresses], dtype=np.int64)
+        tensor = np.array([tensors.rows[address] for address in plan.shards.tensors.addresses], dtype=np.int64)
         for blob in plan.blobs:
             columns = tensor[plan.shards.tensor[blob.rows]], np.full(len(blob.rows), numbers[blob.section, blob.rank, blob.k])
             offsets, lengths = plan.shards.offsets[blob.rows], plan.shards.lengths[blob.rows]

@@ -1,8 +1,8 @@
 """Reads: which byte ranges of which blobs a load fetches, and what of each goes where.
 
 Three steps on columns. *Runs*: the byte ranges of a blob that an item wants, nearly touching ones joined. *Intervals*: the cells
-that hold runs, near ones coalesced; the inner cells of a run that is dense in its destination stay apart, so that they can be
-read straight into place. *Reads*: intervals cut at block length, with the pieces of items that lie in each.
+that hold runs, near ones coalesced whatever tensors they belong to. *Reads*: intervals cut at block length, with the pieces of
+items that lie in each.
 
 The bytes of all blobs are put on one line, blob after blob, so that one sort and one search serve all of them.
 """
@@ -33,13 +33,12 @@ def plan_reads(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLayou
     line = _make_line(items, layouts, limits)
     spans = _find_spans(items, wanted)
     runs = _find_runs(items, line, limits)
-    intervals = _find_intervals(runs, spans.is_dense[runs.owner], line, limits)
-    reads = _cut(intervals, line)
+    reads = _cut(_find_intervals(runs, line, limits), line)
     first_piece, pieces = _find_pieces(items, spans, runs, reads)
     blob, base = line.blob[reads.number], line.base[reads.number]
     return LoadPlan(
         items=items,
-        reads=Reads(blob, reads.start - base, reads.stop - base, reads.is_direct, first_piece),
+        reads=Reads(blob, reads.start - base, reads.stop - base, first_piece),
         pieces=pieces,
         uncovered=find_uncovered(wanted, items),
     )
@@ -131,54 +130,25 @@ def _join_dims(items: ReadItems, strides: IntColumn, bridged: IntColumn) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class _Intervals:
-    """Ranges of whole cells on the line, disjoint, rising; `number` is the blob's. A direct one is inside one dense run."""
+    """Ranges of whole cells on the line, disjoint, rising; `number` is the blob's."""
 
     number: IntColumn
     start: IntColumn
     stop: IntColumn
-    is_direct: NDArray[np.bool_]
 
 
-def _find_intervals(runs: _Runs, is_dense: NDArray[np.bool_], line: _Line, limits: ReadLimits) -> _Intervals:
+def _find_intervals(runs: _Runs, line: _Line, limits: ReadLimits) -> _Intervals:
+    """The cells that hold runs, joined where at most `max_gap_nbytes` lie between them."""
     base, cell = line.base[runs.number], line.cell_nbytes[runs.number]
-    start, stop = runs.start - base, runs.stop - base
-    low, inner_low = start // cell * cell, -(-start // cell) * cell
-    high, inner_high = np.minimum(-(-stop // cell) * cell, line.tail_position[runs.number]), stop // cell * cell
-    is_direct = is_dense & (inner_high - inner_low >= limits.min_direct_nbytes) & _are_alone(runs)
-    # Around the direct part of a run are at most two border cells, which it may share with its neighbours.
-    number = np.concatenate([runs.number, runs.number[is_direct]])
-    around = _coalesce(
-        np.concatenate([base + low, (base + inner_high)[is_direct]]),
-        np.concatenate([base + np.where(is_direct, inner_low, high), (base + high)[is_direct]]),
-        number,
-        limits.max_gap_nbytes,
-    )
-    direct = runs.number[is_direct], (base + inner_low)[is_direct], (base + inner_high)[is_direct]
-    number, low, high = (np.concatenate(pair) for pair in zip(around, direct, strict=True))
-    order = np.argsort(low)
-    return _Intervals(number[order], low[order], high[order], order >= len(around[0]))
-
-
-def _are_alone(runs: _Runs) -> NDArray[np.bool_]:
-    """Whether no other run wants any of the same bytes (two wanted shards may)."""
-    order = np.lexsort((runs.stop, runs.start))
-    start, stop = runs.start[order], runs.stop[order]
-    meets_next = start[1:] < np.maximum.accumulate(stop)[:-1]
-    alone = np.ones(len(order), dtype=bool)
-    alone[order[1:][meets_next]] = False
-    alone[order[:-1][start[1:] < stop[:-1]]] = False
-    return alone
-
-
-def _coalesce(start: IntColumn, stop: IntColumn, number: IntColumn, max_gap: int) -> tuple[IntColumn, IntColumn, IntColumn]:
-    """Join ranges with at most `max_gap` between them; empty ones vanish. Returns numbers, starts and stops."""
-    order = np.flatnonzero(start < stop)
-    order = order[np.argsort(start[order], kind="stable")]
-    start, reach = start[order], np.maximum.accumulate(stop[order])
+    low = base + (runs.start - base) // cell * cell
+    high = base + np.minimum(-(-(runs.stop - base) // cell) * cell, line.tail_position[runs.number])
+    order = np.argsort(low, kind="stable")
+    start, reach = low[order], np.maximum.accumulate(high[order])
     is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = start[1:] - reach[:-1] > max_gap
+    is_first[1:] = start[1:] - reach[:-1] > limits.max_gap_nbytes
     first = np.flatnonzero(is_first)
-    return number[order][first], start[first], reach[np.append(first[1:], len(order))[: len(first)] - 1]
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    return _Intervals(runs.number[order][first], start[first], reach[last])
 
 
 def _cut(intervals: _Intervals, line: _Line) -> _Intervals:
@@ -187,7 +157,7 @@ def _cut(intervals: _Intervals, line: _Line) -> _Intervals:
     owner, step = expand_ranges(np.zeros_like(longest), -(-(intervals.stop - intervals.start) // longest))
     start = intervals.start[owner] + step * longest[owner]
     stop = np.minimum(start + longest[owner], intervals.stop[owner])
-    return _Intervals(intervals.number[owner], start, stop, intervals.is_direct[owner])
+    return _Intervals(intervals.number[owner], start, stop)
 
 
 def _find_pieces(items: ReadItems, spans: _Spans, runs: _Runs, reads: _Intervals) -> tuple[IntColumn, Pieces]:

@@ -1,7 +1,7 @@
 """Addresses: paths of leaves in the app state, how they are written, matched by globs, shown, and turned into directories.
 
 An address is components joined by `/`. A component is a string key (`~` as `~0`, `/` as `~1`), a list position in decimal, or
-any other key as `~` and a letter: `~i1` int, `~bTrue` bool, `~n` None, `~f0.5` float, `~y00ff` bytes, `~t(~i0,a)` tuple.
+any other key as `~` and a letter: `~i1` int, `~bTrue` bool, `~n` None, `~f0.5` float, `~y00ff` bytes, `~t(~i0,a,)` tuple.
 `~r<rank>` is reserved for per-rank tensors. Components never clash within one container, but they do not say what a container
 was: the value codec keeps the true types.
 """
@@ -18,6 +18,7 @@ from anyshard.errors import InvalidAppState, UnsupportedValue
 
 SECTION_DIRECTORY = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,63}")
 _HASHED_DIRECTORY = re.compile(r".*-[0-9a-f]{8}")
+MAX_SECTION_LENGTH = 1024
 _STEM_LENGTH = 64 - len("-") - 8
 # Within a tuple the signs that hold it together are escaped too, so that no string can imitate one.
 _ESCAPES = str.maketrans({"~": "~0", "/": "~1"})
@@ -40,7 +41,7 @@ def _write_key(key: object, within: str, escapes: dict[int, str]) -> str:
         case str() if type(key) is str:
             return _checked(key, within).translate(escapes)
         case tuple() if type(key) is tuple:
-            return f"~t({','.join(_write_key(part, within, _TUPLE_ESCAPES) for part in key)})"
+            return f"~t({''.join(_write_key(part, within, _TUPLE_ESCAPES) + ',' for part in key)})"
         case bytes() if type(key) is bytes:
             return f"~y{key.hex()}"
         case None:
@@ -155,9 +156,14 @@ def section_directory(section: str) -> str:
 
 
 def check_directories(sections: Iterable[str]) -> None:
-    """Raise `InvalidAppState` if two sections would share a directory (a collision of 32-bit hashes)."""
+    """Raise `InvalidAppState` if a section's name is too long, or two would share a directory (a collision of 32-bit hashes)."""
     owners: dict[str, str] = {}
     for section in sections:
+        if len(section) > MAX_SECTION_LENGTH:
+            raise InvalidAppState(
+                f"expected top-level names of at most {MAX_SECTION_LENGTH} characters, found one of {len(section)}: "
+                f"{show(section[:40])}...; shorten it"
+            )
         other = owners.setdefault(section_directory(section), section)
         if other != section:
             raise InvalidAppState(f"sections {show(other)!r} and {show(section)!r} would share a directory; rename one of them")

@@ -24,6 +24,16 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRun:
+    """The elements [start, stop) of a stored tensor, counted in the order that its dims have as `dims`, outermost first."""
+
+    address: str
+    dims: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What a checkpoint holds: its logical tensors, the decoded value tree of each section that was read, and all its sections.
 

@@ -88,3 +88,21 @@ class ArrayDestination:
 
     def place(self, where: Slices, bits: NDArray[np.generic]) -> None:
         self._bits[where] = bits
+
+
+class RangeSource:
+    """Source of the bytes [start, start + nbytes) of another source: a piece of a shard that several ranks share out."""
+
+    def __init__(self, source: Source, start: int, nbytes: int) -> None:
+        if not 0 <= start <= start + nbytes <= source.nbytes:
+            raise ValueError(f"expected a range of a source of {source.nbytes} bytes, found [{start}, {start + nbytes})")
+        self._source = source
+        self._start = start
+        self._nbytes = nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        self._source.read_into(self._start + start, out)

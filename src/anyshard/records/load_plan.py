@@ -6,12 +6,9 @@ range of one blob that begins and ends on cell borders. A *piece* is the part of
 The engine runs it like this, reads in any order:
 
     for read in range(len(plan.reads)):
-        if plan.reads.direct[read]: its only piece covers all its bytes and they are one range of the destination's memory
-            fill `nbytes` at `wanted_position` of destinations[plan.pieces.wanted[piece]].memory() from the blob, verify
-        else:
-            fill a block with [start, stop) of the blob, verify its cells, and for each piece of the read:
-                dense (wanted_position >= 0) and memory() is there: copy `nbytes` at `position` to `wanted_position`
-                else: for each step of plan.place_steps(piece): destination.place(step.where, bits of step)
+        fill a block with [start, stop) of the blob, verify its cells, and for each piece of the read:
+            dense (wanted_position >= 0) and memory() is there: copy `nbytes` at `position` to `wanted_position`
+            else: for each step of plan.place_steps(piece): destination.place(step.where, bits of step)
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anyshard.errors import LimitExceeded
 from anyshard.records.handles import Slices
@@ -52,18 +48,16 @@ class ReadLimits:
     """How reads are cut and coalesced.
 
     No read is longer than `block_nbytes`. Reads with up to `max_gap_nbytes` of unwanted whole cells between them become one, so
-    bytes read <= bytes of cells that hold wanted bytes x (1 + max_gap_nbytes / cell_nbytes). A run of `min_direct_nbytes` or more
-    whole cells that is dense in its destination gets reads of its own, which need no block.
+    bytes read <= bytes of cells that hold wanted bytes x (1 + max_gap_nbytes / cell_nbytes).
     """
 
     block_nbytes: int
     max_gap_nbytes: int
-    min_direct_nbytes: int
 
     def __post_init__(self) -> None:
-        # Below the smallest direct read, so that a bridged gap never holds one; below a block, so that no read is all gap.
-        if not 0 <= self.max_gap_nbytes < min(self.block_nbytes, self.min_direct_nbytes):
-            raise LimitExceeded(f"max_gap_nbytes must be >= 0 and below block_nbytes and min_direct_nbytes, found {self}")
+        # Below a block, so that no read is all gap.
+        if not 0 <= self.max_gap_nbytes < self.block_nbytes:
+            raise LimitExceeded(f"max_gap_nbytes must be >= 0 and below block_nbytes, found {self}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +89,12 @@ class Reads:
     """Byte ranges [start, stop) of blobs, disjoint, ordered by blob, then start.
 
     `start` is a multiple of the blob's cell size; `stop` too, or it is the tail's position. The pieces of read r are
-    `first_piece[r]` up to `first_piece[r + 1]` (one entry more than reads). A direct read has exactly one piece.
+    `first_piece[r]` up to `first_piece[r + 1]` (one entry more than reads).
     """
 
     blob: IntColumn
     start: IntColumn
     stop: IntColumn
-    direct: NDArray[np.bool_]
     first_piece: IntColumn
 
     def __len__(self) -> int:

@@ -13,7 +13,16 @@ from typing import Any
 from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat
 from anyshard.records.digests import check_digest, digest_bytes, is_digest
 from anyshard.records.names import ATTEMPT, BLOB, INDEX, MAX_GENERATION, FileKind, parse_name
-from anyshard.records.strict_json import MAX_NBYTES, Json, Members, check_value, decode_object, encode_object
+from anyshard.records.strict_json import (
+    MAX_INT,
+    MAX_NBYTES,
+    MAX_TEXT_LENGTH,
+    Json,
+    Members,
+    check_value,
+    decode_object,
+    encode_object,
+)
 
 FORMAT = "anyshard"
 VERSION = 1
@@ -97,7 +106,7 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest: JSON, members in fixed order, then `xxh3-128:<hex>` of all bytes before that line."""
     user = dict(manifest.user)
-    check_value(user, address="user")
+    check_value(user, address="user", depth=2)  # the manifest is around it
     check_value([manifest.run_id, manifest.writer, *manifest.sections, *manifest.mesh], address="run_id, writer, sections, mesh")
     if fault := _find_fault(manifest):
         raise LimitExceeded(f"the manifest cannot be written: {fault}")
@@ -165,7 +174,7 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
 
 
 def _signed_body(data: bytes, file: str) -> bytes:
-    """The bytes before the digest line, after comparing it with them."""
+    """The JSON before the digest line, after comparing that with it."""
     body, line = data[:-_DIGEST_LINE_NBYTES], data[-_DIGEST_LINE_NBYTES:]
     text = line[:-1].decode("ascii", "replace")
     if not body.endswith(b"\n") or not line.endswith(b"\n") or not is_digest(text):
@@ -173,7 +182,7 @@ def _signed_body(data: bytes, file: str) -> bytes:
             f"{file}: expected a last line `xxh3-128:<32 hex digits>`; the manifest is cut or was never whole", file=file
         )
     check_digest(body, text, file=file)
-    return body
+    return body[:-1]
 
 
 def _check_version(members: Members) -> None:
@@ -272,8 +281,12 @@ def _own_faults(manifest: Manifest) -> Iterator[str]:
         yield f"commit: expected guarded or unguarded, found {manifest.commit!r}"
     if any(len(json.dumps(text)) > _MAX_ID_LENGTH for text in (manifest.run_id, manifest.writer)):
         yield f"run_id, writer: expected at most {_MAX_ID_LENGTH} characters of JSON each"
+    if manifest.step is not None and not 0 <= manifest.step < MAX_INT:
+        yield f"step: expected an integer from 0 to {MAX_INT - 1}, found {manifest.step}"
     if len(set(manifest.sections)) != len(manifest.sections):
         yield "sections: expected each name once"
+    if not all(0 < len(section) <= MAX_TEXT_LENGTH for section in manifest.sections):
+        yield f"sections: expected names of 1 to {MAX_TEXT_LENGTH} characters"
 
 
 def _index_faults(manifest: Manifest) -> Iterator[str]:
@@ -297,8 +310,10 @@ def _blobs_faults(manifest: Manifest) -> Iterator[str]:
     order = [(positions[blob.section], blob.rank) for blob in manifest.blobs]
     if order != sorted(order):
         yield "blobs: expected them in the order of sections, then ranks"
-    if manifest.state is StepState.COMMITTED and (missing := set(positions) - {blob.section for blob in manifest.blobs}):
-        yield f"blobs: expected at least one for section {min(missing)!r}, found none"
+    # The values that all ranks share are in the first blob of rank 0.
+    missing = set(positions) - {blob.section for blob in manifest.blobs if blob.rank == 0}
+    if manifest.state is StepState.COMMITTED and missing:
+        yield f"blobs: expected at least one of rank 0 for section {min(missing)!r}, found none"
 
 
 def _blob_faults(blob: BlobEntry, sections: Mapping[str, int], world_size: int) -> Iterator[str]:

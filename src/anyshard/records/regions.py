@@ -180,8 +180,9 @@ def find_overlaps(
 
 def _borders(offsets: IntColumn, lengths: IntColumn) -> tuple[IntColumn, IntColumn]:
     """First and end index per dim, after a first dim in which all are [0, 1): the group of all rows."""
-    low, high = np.pad(offsets, ((0, 0), (1, 0))), np.pad(offsets + lengths, ((0, 0), (1, 0)), constant_values=1)
-    return low, high
+    num = len(offsets)
+    low, high = (np.zeros(num, dtype=np.int64), offsets), (np.ones(num, dtype=np.int64), offsets + lengths)
+    return np.column_stack(low), np.column_stack(high)
 
 
 def _split(a: IntColumn, b: IntColumn, num_pairs: IntColumn) -> Iterator[tuple[IntColumn, IntColumn]]:

@@ -19,6 +19,7 @@ MAX_NBYTES = 64 << 20
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000  # counted as bytes `[`, `{` and `,`: an upper bound that costs nothing to find
 MAX_INT = 1 << 62
+MAX_TEXT_LENGTH = 1 << 16
 
 Json: TypeAlias = dict[str, Any]
 
@@ -140,14 +141,14 @@ class Members:
         found = reprlib.repr(self.values[name]) if name in self.values else "nothing"
         raise CheckpointDamaged(f"{self.file}: {self.where}{name}: expected {expected}, found {found}", file=self.file)
 
-    def text(self, name: str, *, max_length: int = 1 << 16) -> str:
+    def text(self, name: str, *, max_length: int = MAX_TEXT_LENGTH) -> str:
         """A string member."""
         value = self.values.get(name)
         if type(value) is not str or len(value) > max_length:
             self.fail(name, f"a string of at most {max_length} characters")
         return value
 
-    def optional_text(self, name: str, *, max_length: int = 1 << 16) -> str | None:
+    def optional_text(self, name: str, *, max_length: int = MAX_TEXT_LENGTH) -> str | None:
         """A string member that may be null."""
         return None if self._is_null(name) else self.text(name, max_length=max_length)
 

@@ -6,8 +6,10 @@ stored region lies, a `SavePlan` which rows go where. All are NumPy columns; row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +21,7 @@ NO_BLOB = -1
 NOT_AN_ALIAS = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, so that a property can be kept
 class TensorTable:
     """Logical tensors in the order of their address bytes; row t is tensor t.
 
@@ -35,6 +37,11 @@ class TensorTable:
 
     def __len__(self) -> int:
         return len(self.addresses)
+
+    @cached_property
+    def rows(self) -> Mapping[str, int]:
+        """The row of each address; made when it is first asked for, then kept."""
+        return MappingProxyType({address: row for row, address in enumerate(self.addresses)})
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """Global shape of one logical tensor."""
@@ -136,6 +143,8 @@ def expand_ranges(first: IntColumn, count: IntColumn) -> tuple[IntColumn, IntCol
 
 def pad_columns(columns: IntColumn, width: int, *, fill: int) -> IntColumn:
     """Columns of dims widened to `width`: `fill` is 0 for offsets, 1 for lengths and shapes."""
+    if columns.shape[1] == width:
+        return columns
     return np.pad(columns, ((0, 0), (0, width - columns.shape[1])), constant_values=fill)
 
 

@@ -50,7 +50,7 @@ position in a BytesIO.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -58,11 +58,13 @@ import msgspec
 from anyshard.errors import CheckpointDamaged, InvalidRegistration, LimitExceeded, UnsupportedValue
 from anyshard.records.addresses import component, join_address, show
 from anyshard.records.values_kinds import Code, Fields, Members, Pairs, find_kind, is_builtin_type, make_value, read_fields
-from anyshard.records.values_registry import RegisteredType, ValueRegistry
+from anyshard.records.values_registry import RESERVED_PREFIXES, RegisteredType, ValueRegistry
 from anyshard.records.values_scan import scan
 from anyshard.records.values_tree import (
     collect_marks,
     is_container,
+    iterate_leaves,
+    label_item,
     list_components,
     list_items,
     map_leaves,
@@ -85,6 +87,8 @@ __all__ = [
     "decode_value",
     "encode_value",
     "is_container",
+    "iterate_leaves",
+    "label_item",
     "list_components",
     "list_items",
     "map_leaves",
@@ -121,12 +125,15 @@ def decode_value(
     """The value of encoded bytes, with marks as `TensorMark`; nothing is built before shape and limits have been checked.
 
     Calls no code but that of the standard library, NumPy and `registry`. A name that the registry lacks gives `Unregistered`.
-    Raises `CheckpointDamaged` naming `file` where the bytes are not what `encode_value` gives.
+    Raises `CheckpointDamaged` naming `file` where the bytes are not what `encode_value` gives, and `InvalidRegistration` where
+    a registered decoder fails.
     """
     whole = bytes(data)
     try:
         scan(whole, codes=_CODES, limits=limits)
-        return _Decoder(registry).decode(whole)
+        return _Decoder(registry, file).decode(whole)
+    except InvalidRegistration:
+        raise
     except (ValueError, TypeError, OverflowError) as error:
         message = f"{show(file)}: expected a well-formed value of {len(whole)} bytes, found damage: {show(str(error))}"
         raise CheckpointDamaged(f"{message}; load another checkpoint", file=file) from error
@@ -179,7 +186,7 @@ class _Encoder:
 
     def _lower_list(self, items: list[object]) -> object:
         self._enter()
-        lowered = self._pack_atoms(items)
+        lowered = self._pack_atoms(items, items)
         if lowered is None:
             lowered = []
             for position, item in enumerate(items):
@@ -188,15 +195,15 @@ class _Encoder:
         self._path.pop()
         return lowered
 
-    def _pack_atoms(self, items: list[object]) -> Any:
-        # Long lists of numbers or names go to msgspec in one call; what it refuses, the slow way finds and names.
-        if not _ATOMS.issuperset(map(type, items)):
+    def _pack_atoms(self, items: Any, *parts: Iterable[object]) -> Any:
+        # Lists and dicts of numbers or names go to msgspec in one call; what it refuses, the slow way finds and names.
+        if not all(_ATOMS.issuperset(map(type, part)) for part in parts):
             return None
         try:
             packed = msgspec.Raw(msgspec.msgpack.encode(items))
         except (OverflowError, UnicodeEncodeError):
             return None
-        self._count(len(items))
+        self._count(len(items) * len(parts))
         return packed
 
     def _lower_fields(self, fields: Fields) -> list[object]:
@@ -215,12 +222,14 @@ class _Encoder:
         if set(map(type, items)) - {str}:
             return self._lower_extension(items)
         self._enter()
-        lowered = {}
-        for key, item in items.items():
-            self._path[-1] = None
-            name = self.lower(key)
-            self._path[-1] = (key,)
-            lowered[name] = self.lower(item)
+        lowered = self._pack_atoms(items, items.keys(), items.values())
+        if lowered is None:
+            lowered = {}
+            for key, item in items.items():
+                self._path[-1] = None
+                name = self.lower(key)
+                self._path[-1] = (key,)
+                lowered[name] = self.lower(item)
         self._path.pop()
         return lowered
 
@@ -312,8 +321,9 @@ def _describe_type(value: object) -> str:
 class _Decoder:
     """Builds one value from bytes that `scan` has let through."""
 
-    def __init__(self, registry: ValueRegistry) -> None:
+    def __init__(self, registry: ValueRegistry, file: str) -> None:
         self._registry = registry
+        self._file = file
         self._msgpack = msgspec.msgpack.Decoder(ext_hook=self._make)
 
     def decode(self, data: bytes | memoryview) -> object:
@@ -322,14 +332,19 @@ class _Decoder:
 
     def _make(self, code: int, data: memoryview) -> object:
         payload = self.decode(data)
-        return self._make_registered(payload) if code == Code.REGISTERED else make_value(code, payload)
+        return self._make_registered(payload, data) if code == Code.REGISTERED else make_value(code, payload)
 
-    def _make_registered(self, payload: object) -> object:
+    def _make_registered(self, payload: object, data: memoryview) -> object:
         name, stored = read_fields(payload, str, object)
         entry = self._registry.find_name(name)
         if entry is None:
-            return Unregistered(name, stored)
+            return Unregistered(name, stored, bytes(data))
         try:
             return entry.decode(stored)
-        except Exception as error:  # The decoder is the user's code; whatever it raises gets the file.
-            raise ValueError(f"the decoder registered as {name!r} failed: {error!r}") from error
+        except Exception as error:  # The decoder is the user's code; whatever it raises gets the name and the file.
+            if name.startswith(RESERVED_PREFIXES):
+                raise ValueError(f"expected a payload of {name!r}, found another: {error!r}") from error
+            raise InvalidRegistration(
+                f"{show(self._file)}: the decoder registered as {name!r} failed on a stored value: {error!r}; correct it and "
+                "register it again with anyshard.register_value"
+            ) from error

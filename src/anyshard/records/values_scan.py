@@ -24,12 +24,11 @@ _HEADS: dict[int, tuple[str, int, int]] = {
     **{0xDC + i: (_ARRAY, 2 << i, 0) for i in range(2)},
     **{0xDE + i: (_MAP, 2 << i, 0) for i in range(2)},
 }
-# First byte -> length of the number, bool, nil or short str that it begins.
+# First byte -> length of the number, bool, nil or short str that it begins. Not 0xCA: floats of 32 bits are never written.
 _FLAT: dict[int, int] = {
     **dict.fromkeys(range(0x80), 1),
     **{0xA0 + n: 1 + n for n in range(32)},
     **dict.fromkeys((0xC0, 0xC2, 0xC3), 1),
-    0xCA: 5,
     0xCB: 9,
     **{0xCC + i: 1 + (1 << i) for i in range(4)},
     **{0xD0 + i: 1 + (1 << i) for i in range(4)},
@@ -77,6 +76,8 @@ class _Scanner:
         while self._left or self._close():
             if self._keys is None:
                 self._skip_flat()
+            elif self._left % 2 == 0:
+                self._skip_flat_pairs(self._keys)
             if self._left:
                 self._read_next()
 
@@ -86,6 +87,19 @@ class _Scanner:
         while left and (width := _WIDTHS[data[position]]):
             position += width
             left -= 1
+        self._count(self._left - left)
+        self._position, self._left = position, left
+
+    def _skip_flat_pairs(self, keys: set[bytes]) -> None:
+        # The same for maps, as long as keys are short. It may stop between a key and its value.
+        data, position, left = self._data, self._position, self._left
+        while left and 0xA0 <= data[position] < 0xC0:
+            end = position + _WIDTHS[data[position]]
+            self._add_key(_STR, data[position + 1 : end])
+            position, left = end, left - 1
+            if not (width := _WIDTHS[data[position]]):
+                break
+            position, left = position + width, left - 1
         self._count(self._left - left)
         self._position, self._left = position, left
 

@@ -20,13 +20,16 @@ from anyshard.records.values_types import NamedTupleRecord, TensorMark, ValueLim
 _SEQUENCES = (list, tuple, deque, NamedTupleRecord)
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_CONTAINERS = frozenset((*_SEQUENCES, *_MAPPINGS, *_NAMESPACES))
+_ATOMS = frozenset({type(None), bool, int, float, complex, str})
 
 LeafFunction: TypeAlias = Callable[[object, str], object]
 
 
 def is_container(value: object) -> bool:
     """Whether a value's items have addresses of their own."""
-    return type(value) in _SEQUENCES or type(value) in _MAPPINGS or type(value) in _NAMESPACES or is_named_tuple(value)
+    kind = type(value)
+    return kind in _CONTAINERS or (issubclass(kind, tuple) and is_named_tuple(value))
 
 
 def list_items(container: Any) -> list[tuple[object, object]]:
@@ -38,11 +41,39 @@ def list_items(container: Any) -> list[tuple[object, object]]:
     return list(enumerate(container))
 
 
+def iterate_leaves(tree: object) -> Iterator[object]:
+    """All leaves but None, numbers and text, in tree order; a container that is met again is passed over."""
+    pending, seen = [tree], set[int]()
+    while pending:
+        item = pending.pop()
+        if not is_container(item):
+            yield item
+        elif id(item) not in seen:
+            seen.add(id(item))
+            pending.extend([child for child in reversed(_list_values(item)) if type(child) not in _ATOMS])
+
+
+def _list_values(container: Any) -> Any:
+    if type(container) in _MAPPINGS:
+        return container.values()
+    return vars(container).values() if type(container) in _NAMESPACES else container
+
+
 def list_components(container: Any, *, address: str) -> list[str]:
     """The address components of a container's items, in the order of `list_items`."""
     if type(container) in _MAPPINGS or type(container) in _NAMESPACES:
         return [component(key, within=address) for key, _ in list_items(container)]
     return [str(position) for position in range(len(container))]
+
+
+def label_item(container: Any, key: object) -> str:
+    """The address component of one item, for messages: a key that no address can hold is described by its type."""
+    if type(container) not in _MAPPINGS and type(container) not in _NAMESPACES:
+        return str(key)
+    try:
+        return component(key)
+    except UnsupportedValue:
+        return f"~?{type(key).__qualname__}"
 
 
 def rebuild_container(container: Any, items: list[object]) -> Any:
@@ -106,12 +137,4 @@ def map_marks(tree: object, function: Callable[[TensorMark], object]) -> object:
 
 def collect_marks(tree: object) -> tuple[TensorMark, ...]:
     """All marks of a tree, in tree order."""
-    return tuple(_iterate_marks(tree))
-
-
-def _iterate_marks(tree: object) -> Iterator[TensorMark]:
-    if type(tree) is TensorMark:
-        yield tree
-    elif is_container(tree):
-        for _, item in list_items(tree):
-            yield from _iterate_marks(item)
+    return tuple(leaf for leaf in iterate_leaves(tree) if type(leaf) is TensorMark)

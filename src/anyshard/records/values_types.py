@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 
 from anyshard.errors import LimitExceeded
@@ -26,10 +26,14 @@ class TensorMark:
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """A stored value of a registered type whose name nobody registered in this process. Saving it again keeps it whole."""
+    """A stored value of a registered type whose name nobody registered in this process. Saving it again keeps it whole.
+
+    Two are equal if their stored bytes are, so that they can stand in a set or as a key as the value itself did.
+    """
 
     name: str
-    payload: object
+    payload: object = field(compare=False)
+    encoded: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,11 +12,17 @@ from pathlib import Path
 from anyshard.errors import LimitExceeded
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.storage.keys import check_token, is_key, split_key, split_prefix
-from anyshard.storage.posix.directories import make_below, make_root, open_directory, opened_directory, refuse_link
+from anyshard.storage.posix.directories import (
+    make_below,
+    make_root,
+    open_directory,
+    opened_directory,
+    refuse_irregular,
+    refuse_link,
+)
 from anyshard.storage.posix.publish import PRIMITIVES, Primitive, publish
 from anyshard.storage.posix.reader import LocalBlobReader, open_reader, open_regular
 from anyshard.storage.posix.site import Site, free_nbytes
-from anyshard.storage.posix.syscalls import DIRECT_ALIGNMENT
 from anyshard.storage.posix.writer import LocalBlobWriter, open_writer
 from anyshard.storage.protocol import Capabilities, Entry, Listing
 
@@ -51,16 +56,16 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Writes in any order, guarded; aligned memory saves a copy where the filesystem takes direct I/O."""
-        return Capabilities(parallel_writes=True, guarded=True, alignment=DIRECT_ALIGNMENT if self._direct else 1)
+        """Writes in any order, guarded."""
+        return Capabilities(parallel_writes=True, guarded=True)
 
     def prepare(self, prefixes: Sequence[str]) -> None:
         """Make the root, its parents and `prefixes` exist; their names are durable afterwards."""
         site = self._site("")
         with site.translated("make the directories of"):
             make_root(self._root)
-            for prefix in prefixes:
-                make_below(self._root, split_prefix(prefix))
+            if prefixes:
+                make_below(self._root, *map(split_prefix, prefixes))
         site.announce("prepare.done")
 
     def create(self, key: str, data: bytes, *, token: str) -> None:
@@ -72,11 +77,14 @@ class LocalStore:
             publish(site, parent, data, temporary=temporary, primitives=self._primitives)
 
     def create_blob(self, key: str, *, nbytes: int | None) -> LocalBlobWriter:
-        """Make the file with its space reserved. A taken key is `BlobExists`, a full disk `StorageFull`, both now."""
+        """Make the file with its space reserved. A taken key is `BlobExists`, a full disk `StorageFull`, both now.
+
+        A directory that was removed since it was prepared, because it was empty, is made again.
+        """
         *directories, _ = split_key(key)
         site = self._site(key)
         with site.translated("create", needed=nbytes):
-            parent = open_directory(self._root, directories)
+            parent = self._open_or_make(directories)
             try:
                 return open_writer(site, parent, nbytes=nbytes, direct=self._direct)
             except BaseException:
@@ -134,6 +142,13 @@ class LocalStore:
         """Bytes that an ordinary user can still write here, or None if the filesystem cannot tell."""
         return free_nbytes(self._root)
 
+    def _open_or_make(self, directories: Sequence[str]) -> int:
+        try:
+            return open_directory(self._root, directories)
+        except FileNotFoundError:
+            make_below(self._root, directories)
+            return open_directory(self._root, directories)
+
     def _site(self, key: str) -> Site:
         return Site(self._root, key, self._events)
 
@@ -165,8 +180,7 @@ def _list_directory(directory: int, prefix: str) -> Listing:
 
 def _remove_file(parent: int, name: str) -> None:
     refuse_link(parent, name)
-    if not stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", name)
+    refuse_irregular(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode, name)
     os.unlink(name, dir_fd=parent)
 
 

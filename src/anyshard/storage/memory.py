@@ -44,8 +44,8 @@ class MemoryStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Writes in any order, guarded, any memory is as good as any other."""
-        return Capabilities(parallel_writes=True, guarded=True, alignment=1)
+        """Writes in any order, guarded."""
+        return Capabilities(parallel_writes=True, guarded=True)
 
     def snapshot(self) -> dict[str, bytes]:
         """All blobs as they are now; give a changed copy to a new `MemoryStore` to damage a checkpoint."""
@@ -166,10 +166,6 @@ class MemoryBlobReader:
     def nbytes(self) -> int:
         """Length of the blob."""
         return self._data.nbytes
-
-    def is_cached(self, position: int, nbytes: int) -> bool:
-        """Always: it is in memory."""
-        return True
 
     def read_into(self, position: int, buffer: memoryview) -> None:
         """Fill all of `buffer`; a blob that ends earlier is a `StorageError`."""

@@ -20,12 +20,11 @@ class Capabilities:
     """What a store can do; the same for as long as the object lives.
 
     `parallel_writes`: `write_at` may be called in any order and from several threads. `guarded`: `create` really is
-    create-if-absent. `alignment`: memory, positions and lengths that are multiples of it may save a copy (1 = any are as good).
+    create-if-absent.
     """
 
     parallel_writes: bool
     guarded: bool
-    alignment: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,6 @@ class BlobReader(Protocol):
     @property
     def nbytes(self) -> int:
         """Length of the blob when it was opened."""
-        ...
-
-    def is_cached(self, position: int, nbytes: int) -> bool:
-        """Whether reading this range into any memory is as quick as into aligned memory (a hint)."""
         ...
 
     def read_into(self, position: int, buffer: memoryview) -> None:

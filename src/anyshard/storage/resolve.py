@@ -12,6 +12,9 @@ from anyshard.storage.local import LocalStore
 from anyshard.storage.protocol import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# A URL that went through pathlib has lost a slash; taken as a path it would name a directory "s3:" right here.
+_BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)|file:")
+_MAX_PATH_NBYTES = 4096
 _KNOWN = "a path, file:///absolute/path, or a Store object"
 
 
@@ -23,9 +26,13 @@ def open_store(place: str | os.PathLike[str] | Store, *, events: Emitter = SILEN
     if not isinstance(place, (str, os.PathLike)):
         return _as_store(place)
     path = os.fspath(place)
+    if not isinstance(path, str):
+        raise InvalidPath(f"expected {_KNOWN}, found a path of type {type(path).__name__}")
     if not path or "\0" in path:
         raise InvalidPath(f"expected {_KNOWN}, found {path!r}")
     scheme = _SCHEME.match(path)
+    if scheme is None and _BROKEN_URL.match(path):
+        raise InvalidPath(f"expected {_KNOWN}, found what was a URL before pathlib took a slash away; pass URLs as str")
     return LocalStore(_expand(path) if scheme is None else _file_path(path, scheme[1].lower()), events=events)
 
 
@@ -36,10 +43,16 @@ def _as_store(place: Store) -> Store:
 
 
 def _expand(path: str) -> str:
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise InvalidPath(f"expected the name of a user after ~, found {path!r}; write ./~ for a directory of that name")
     try:
-        return os.path.join(os.getcwd(), os.path.expanduser(path))
+        whole = os.path.join(os.getcwd(), expanded)
     except FileNotFoundError as error:
         raise InvalidPath("the current directory was removed: give an absolute path") from error
+    if len(os.fsencode(whole)) >= _MAX_PATH_NBYTES:
+        raise InvalidPath(f"expected a path of less than {_MAX_PATH_NBYTES} bytes, found {len(os.fsencode(whole))}")
+    return whole
 
 
 def _file_path(url: str, scheme: str) -> str:

@@ -214,13 +214,6 @@ class StoreBlobsContract(StoreFixtures):
             list(pool.map(read, range(0, len(data), 10_000)))
         assert data == bytes(found)
 
-    def test_is_cached_is_only_a_hint(self, store: Store) -> None:
-        """Any answer is allowed, for the start, the end and the whole of a blob; reading works either way."""
-        write_blob(store, "data/a", pattern(100_000))
-        with store.open_blob("data/a") as reader:
-            hints = {reader.is_cached(position, nbytes) for position, nbytes in ((0, 1), (99_999, 1), (0, 100_000))}
-        assert hints <= {True, False}
-
     def test_reader_keeps_a_deleted_blob(self, store: Store) -> None:
         """What is open stays as it was when its key is deleted and taken by another blob (B013)."""
         write_blob(store, "data/a", pattern(50_000, seed=1))

@@ -40,10 +40,6 @@ class StoreNamesContract(StoreFixtures):
         write_blob(store, "data/a", b"x")
         assert before == store.capabilities
 
-    def test_alignment_is_a_power_of_two(self, store: Store) -> None:
-        """Alignment can be used as a mask."""
-        assert store.capabilities.alignment.bit_count() == 1
-
     def test_free_nbytes_is_a_count_or_unknown(self, store: Store) -> None:
         """Free space is None or not negative."""
         free = store.free_nbytes()

@@ -63,6 +63,14 @@ def refuse_link(parent: int, name: str) -> None:
         raise OSError(errno.ELOOP, "is a symbolic link", name)
 
 
+def refuse_irregular(mode: int, name: str) -> None:
+    """Raise EISDIR for a directory and ENXIO for a pipe, socket or device where a regular file has to be."""
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, "is a directory, not a regular file", name)
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.ENXIO, "is a pipe, socket or device, not a regular file", name)
+
+
 def sync_directory(descriptor: int) -> None:
     """Make names in this directory durable, as far as its filesystem can."""
     try:
@@ -87,22 +95,32 @@ def make_root(root: str) -> None:
         path = os.path.dirname(path)
 
 
-def make_below(root: str, components: Sequence[str]) -> None:
-    """Make the directories at `components` below the root exist, durably."""
+def make_below(root: str, *paths: Sequence[str]) -> None:
+    """Make the directories at these paths below the root exist, durably. Each is made and synced once, however many share it."""
     descriptor = open_root(root)
     try:
-        for component in components:
-            with suppress(FileExistsError):
-                os.mkdir(component, dir_fd=descriptor)
-            sync_directory(descriptor)
-            below = open_below(descriptor, component)
-            os.close(descriptor)
-            descriptor = below
-        sync_directory(descriptor)
-    except NotADirectoryError:
-        raise _no_directory("/".join((root, *components))) from None
+        _make_in(descriptor, paths, at=root)
     finally:
         os.close(descriptor)
+
+
+def _make_in(parent: int, paths: Sequence[Sequence[str]], *, at: str) -> None:
+    below: dict[str, list[Sequence[str]]] = {}
+    for path in filter(None, paths):
+        below.setdefault(path[0], []).append(path[1:])
+    for name in below:
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=parent)
+    sync_directory(parent)
+    for name, rest in below.items():
+        try:
+            directory = open_below(parent, name)
+        except NotADirectoryError:
+            raise _no_directory(f"{at}/{name}") from None
+        try:
+            _make_in(directory, rest, at=f"{at}/{name}")
+        finally:
+            os.close(directory)
 
 
 def _sync_path(path: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,18 +12,20 @@ from typing import Self
 
 from anyshard.errors import CheckpointReplaced, StorageError
 from anyshard.storage.buffers import flat_bytes
+from anyshard.storage.posix.directories import refuse_irregular
 from anyshard.storage.posix.site import Site
 from anyshard.storage.posix.syscalls import is_aligned, is_resident, reopen_direct
 
 
 def open_regular(parent: int, name: str) -> int:
-    """A descriptor for reading a regular file in directory `parent`; links are ELOOP, other kinds of file EISDIR or EINVAL."""
+    """A descriptor for reading a regular file in directory `parent`; links are ELOOP, other kinds of file EISDIR or ENXIO."""
     # O_NONBLOCK: a pipe under this name must not make us wait for its writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        refuse_irregular(os.fstat(descriptor).st_mode, name)
+    except BaseException:
         os.close(descriptor)
-        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, "is not a regular file", name)
+        raise
     return descriptor
 
 
@@ -44,10 +45,6 @@ class LocalBlobReader:
         """Length of the file when it was opened."""
         return self._nbytes
 
-    def is_cached(self, position: int, nbytes: int) -> bool:
-        """Whether the whole range lies in the page cache, or direct reads are not to be had anyway."""
-        return self._direct_descriptor() is None or is_resident(self._descriptor, position, nbytes)
-
     def read_into(self, position: int, buffer: memoryview) -> None:
         """Fill all of `buffer` from `position`; a file that ends earlier is a `StorageError`."""
         view = flat_bytes(buffer)
@@ -56,7 +53,7 @@ class LocalBlobReader:
         if view.nbytes == 0:
             return
         with self._translated():
-            direct = is_aligned(position, view) and not self.is_cached(position, view.nbytes)
+            direct = is_aligned(position, view) and not self._is_cached(position, view.nbytes)
             done = 0
             while done < view.nbytes:
                 count = self._read_some(position + done, view[done:], direct=direct)
@@ -71,6 +68,10 @@ class LocalBlobReader:
         for descriptor in (self._direct, self._descriptor):
             if descriptor is not None:
                 os.close(descriptor)
+
+    def _is_cached(self, position: int, nbytes: int) -> bool:
+        # Without direct I/O nothing would follow from the answer, and asking costs a mapping.
+        return self._direct_descriptor() is None or is_resident(self._descriptor, position, nbytes)
 
     def _read_some(self, position: int, view: memoryview, *, direct: bool) -> int:
         second = self._direct_descriptor() if direct and is_aligned(position, view) else None

@@ -41,6 +41,8 @@ _ADVICE = MappingProxyType(
         errno.ESTALE: "The file server replaced or removed the file: open the checkpoint again",
         errno.EMFILE: "Too many open files: raise `ulimit -n`",
         errno.EFBIG: "The file is larger than the filesystem or `ulimit -f` allows: lower max_blob_nbytes",
+        errno.EISDIR: "Nothing of anyshard makes a directory of this name: move it away, then try again",
+        errno.ENXIO: "Nothing of anyshard makes such a thing: move it away, then try again",
         errno.ENAMETOOLONG: "The filesystem takes no name of this length: use shorter section names or another place",
     }
 )
@@ -82,17 +84,24 @@ class Site:
 
 
 def space_facts(path: str, needed: int | None) -> str:
-    """How much is needed and how much is free, in words."""
+    """How much is needed and how much is free, in words; if it is inodes that are used up, that."""
+    status = _read_status(path)
+    if status is not None and status.f_files and not status.f_favail:
+        return f"all {status.f_files} inodes are used up: remove files, however small"
     return f"needed {_in_words(needed)}, free {_in_words(free_nbytes(path))}"
 
 
 def free_nbytes(path: str) -> int | None:
     """Bytes an ordinary user can still write where `path` is or would be; None if the filesystem cannot tell."""
+    status = _read_status(path)
+    return status.f_bavail * status.f_frsize if status is not None and status.f_blocks else None
+
+
+def _read_status(path: str) -> os.statvfs_result | None:
     try:
-        status = os.statvfs(nearest_existing(path))
+        return os.statvfs(nearest_existing(path))
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize if status.f_blocks else None
 
 
 def nearest_existing(path: str) -> str:

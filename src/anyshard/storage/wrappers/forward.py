@@ -133,9 +133,6 @@ class _WrapperReader:
     def nbytes(self) -> int:
         return self._inner.nbytes
 
-    def is_cached(self, position: int, nbytes: int) -> bool:
-        return self._inner.is_cached(position, nbytes)
-
     def read_into(self, position: int, buffer: memoryview) -> None:
         call = Call(Verb.READ_INTO, self._key, buffer.nbytes, position, buffer)
         self._store.around(call, lambda: self._inner.read_into(position, buffer))

@@ -1,0 +1,222 @@
+"""One agreement: the messages of one save or load between the ranks of a group, and the decision that ends it on all of them.
+
+Phases have names. In a phase ranks `post` to the coordinator, which `collect`s; or it `announce`s to all, who `hear`; or it
+`hand_out`s to each, who `receive`. Every wait ends with the message, with the failure of any rank, or at its deadline with
+`RankMissing`, which then every rank raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import NoReturn, Self
+
+from anyshard.coord.members import COORDINATOR
+from anyshard.coord.messages import read_message, write_message
+from anyshard.coord.verdict import Decision, Verdict, give_up
+from anyshard.coord.waits import Ranks, Waits
+from anyshard.coord.watch import Terms, Watch
+from anyshard.errors import KeyValueStoreLost, OperationFailed
+
+logger = logging.getLogger(__name__)
+
+
+class Agreement:
+    """One operation of a group, begun by `Group.agree`; used by one thread at a time, as a context.
+
+    `decide` ends it. Leaving without a decision gives the operation up on all ranks, as does an error that leaves the context: it
+    becomes an `OperationFailed` everywhere, with the error itself as the cause on the rank that had it. In a group of one rank
+    the error stays what it is. Nothing here touches storage: after a failure a rank may delete what it wrote only if `decision`
+    is `Decision.ABORT`.
+    """
+
+    def __init__(self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...]], None]) -> None:
+        self._terms = terms
+        self._members = terms.members
+        self._watch = Watch(terms)
+        self._waits = Waits(self._watch, admit=admit)
+        self._end = end
+        self._made: list[str] = []
+        self._phase = "begin"
+        self._failure: OperationFailed | None = None
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision as far as this rank knows."""
+        return self._watch.verdict.decision if self._watch.verdict else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._turn(self._phase, error)
+            elif error is not None:
+                self._settle_quietly(error)
+            elif self.decision is None:
+                self._settle_quietly(RuntimeError("left the operation before it was decided"))
+        finally:
+            self._end(self._own_keys())
+
+    def begin(self, verdict: Verdict | None) -> None:
+        """Raise the failure that the operation has already ended with, or begin it (coordinator). By the group, once."""
+        if verdict is not None:
+            self._watch.take(verdict)
+        elif self._members.is_coordinator:
+            self._watch.begin()
+
+    def call_roll(self, find_absent: Callable[[], Ranks]) -> None:
+        """Wait until all ranks have come (coordinator). By the group, once.
+
+        Does not end early if one of them fails: the others would find nobody to let them in, and never hear of it.
+        """
+        absent: Ranks = ()
+
+        def attempt() -> bool | None:
+            nonlocal absent
+            absent = find_absent()
+            return None if absent else True
+
+        self._waits.wait("begin", attempt, lambda: absent)
+
+    # ------------------------------------------------------------------------------------------------------------ messages
+
+    def post(self, phase: str, payload: bytes) -> None:
+        """Say `payload` to the coordinator, once per phase. Does not wait."""
+        self._write(self._terms.keys.post(phase, self._members.rank), payload)
+
+    def collect(self, phase: str) -> tuple[bytes, ...]:
+        """What all ranks have posted, in the order of the group. Only the coordinator collects, and it posts as well."""
+        self._check_coordinator()
+        found: dict[int, bytes] = {}
+
+        def find_missing() -> Ranks:
+            return tuple(rank for rank in range(self._members.size) if rank not in found)
+
+        def attempt() -> tuple[bytes, ...] | None:
+            missing = find_missing()
+            posts = self._read_all([self._terms.keys.post(phase, rank) for rank in missing])
+            found.update((rank, post) for rank, post in zip(missing, posts, strict=True) if post is not None)
+            return tuple(found[rank] for rank in range(self._members.size)) if len(found) == self._members.size else None
+
+        return self._waits.wait(phase, attempt, find_missing)
+
+    def announce(self, phase: str, payload: bytes) -> None:
+        """Say `payload` to all ranks (coordinator only, once per phase). Does not wait."""
+        self._check_coordinator()
+        self._write(self._terms.keys.announcement(phase), payload)
+
+    def hear(self, phase: str) -> bytes:
+        """What the coordinator has announced to all, itself included."""
+        return self._await(phase, self._terms.keys.announcement(phase))
+
+    def hand_out(self, phase: str, payloads: Sequence[bytes]) -> None:
+        """Say one of `payloads` to each rank, in the order of the group (coordinator only, once per phase). Does not wait."""
+        self._check_coordinator()
+        for rank, payload in zip(range(self._members.size), payloads, strict=True):
+            self._write(self._terms.keys.share(phase, rank), payload)
+
+    def receive(self, phase: str) -> bytes:
+        """What the coordinator has handed out to this rank."""
+        return self._await(phase, self._terms.keys.share(phase, self._members.rank))
+
+    def hear_id(self) -> str:
+        """The operation's id, random and the same on all ranks; waits until the coordinator has begun."""
+
+        def attempt() -> str | None:
+            if not self._watch.id:
+                self._watch.look()
+            return self._watch.id
+
+        return self._waits.wait("begin", attempt, _coordinator)
+
+    # ------------------------------------------------------------------------------------------------------------- the end
+
+    def check(self) -> None:
+        """Raise the operation's failure if there is one by now. For long work between two messages; does not wait."""
+        self._watch.look()
+
+    def decide(self) -> None:
+        """Return once the decision is `COMMIT`, which the coordinator makes it by this call; raise the failure otherwise.
+
+        From then on the loss of another rank stops nothing. If the coordinator fails after this, `decision` becomes `UNKNOWN`.
+        """
+
+        def attempt() -> Decision | None:
+            self._watch.look()
+            return self.decision
+
+        if self._members.is_coordinator:
+            self._watch.take(self._watch.settle(Verdict(Decision.COMMIT, self._terms.subject)))
+        else:
+            self._waits.wait("decide", attempt, _coordinator)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Work of this rank: an error of it is the failure of phase `name` on every rank."""
+        self._phase = name
+        try:
+            yield
+        except Exception as error:
+            self._turn(name, error)
+            raise
+
+    def fail(self, phase: str, error: Exception) -> NoReturn:
+        """Give the operation up on all ranks because of `error`, and raise what they will raise."""
+        self._failure = self._settle_failure(phase, error)
+        if self._members.size == 1:
+            raise error
+        raise self._failure from error
+
+    # --------------------------------------------------------------------------------------------------------------- parts
+
+    def _turn(self, phase: str, error: Exception) -> None:
+        """Make an error of this rank the failure of all, but not one that all have already."""
+        is_known = error is self._failure or (isinstance(error, OperationFailed) and self.decision is not None)
+        if not is_known and not isinstance(error, KeyValueStoreLost):
+            self.fail(phase, error)
+
+    def _settle_failure(self, phase: str, error: Exception) -> OperationFailed:
+        verdict = give_up(self._terms.subject, phase, error, job_rank=self._members.job_rank)
+        try:
+            known = self._watch.settle(verdict)
+            if known.decision is Decision.COMMIT:
+                known = (
+                    self._watch.take_back(verdict) if self._members.is_coordinator else replace(verdict, decision=known.decision)
+                )
+        except KeyValueStoreLost as lost:
+            headline = f"{self._terms.subject} failed here, and the other ranks do not hear of it ({lost}):"
+            return OperationFailed(headline, verdict.failures)
+        return known.error(self._members.size)
+
+    def _settle_quietly(self, error: BaseException) -> None:
+        with suppress(KeyValueStoreLost):
+            self._watch.settle(give_up(self._terms.subject, self._phase, error, job_rank=self._members.job_rank))
+
+    def _own_keys(self) -> tuple[str, ...]:
+        """What this rank deletes when nobody can need it any more: the begin record first, which says so."""
+        keys = self._terms.keys
+        return (keys.begin, *self._made, keys.waiting, keys.decision) if self._members.is_coordinator else tuple(self._made)
+
+    def _write(self, key: str, payload: bytes) -> None:
+        assert key not in self._made, f"{key} was said already"
+        self._made += write_message(self._terms.store, key, payload)
+
+    def _await(self, phase: str, key: str) -> bytes:
+        return self._waits.wait(phase, lambda: self._read_all([key])[0], _coordinator)
+
+    def _read_all(self, keys: Sequence[str]) -> list[bytes | None]:
+        store = self._terms.store
+        firsts = self._watch.look(keys)
+        return [None if first is None else read_message(store, key, first) for key, first in zip(keys, firsts, strict=True)]
+
+    def _check_coordinator(self) -> None:
+        assert self._members.is_coordinator, "only the coordinator collects, announces and hands out"
+
+
+def _coordinator() -> Ranks:
+    return (COORDINATOR,)

@@ -1,0 +1,104 @@
+"""Calls with an end: a key-value store whose server is frozen answers no call, and torch gives its calls no timeout."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from anyshard.coord.protocol import KeyValueStore
+from anyshard.errors import KeyValueStoreLost
+
+T = TypeVar("T")
+
+_Tasks = SimpleQueue[Callable[[], None] | None]
+
+
+class Caller:
+    """Makes calls one after the other on one thread, so that whoever asks can stop waiting. The thread ends with the object."""
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_started = False
+        weakref.finalize(self, self._tasks.put, None).atexit = False  # calls made at exit are still served
+
+    def ask(self, call: Callable[[], T], timeout_s: float) -> T:
+        """What `call` returns or raises, or `KeyValueStoreLost` after `timeout_s`; the call itself may still happen later."""
+        self._start()
+        answers: SimpleQueue[Future[T]] = SimpleQueue()
+        self._tasks.put(partial(_answer, call, answers))
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except Empty:
+            raise KeyValueStoreLost(
+                f"expected an answer of the key-value store within {timeout_s:g} s, found none. The process that holds it (rank "
+                "0, or the agent of the launcher) is frozen, dead or cut off",
+                {},
+            ) from None
+        return answer.result()
+
+    def _start(self) -> None:
+        with self._lock:
+            if not self._is_started:
+                threading.Thread(target=_serve, args=(self._tasks,), name="anyshard-coord", daemon=True).start()
+                self._is_started = True
+
+
+def _serve(tasks: _Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+
+
+def _answer(call: Callable[[], T], answers: SimpleQueue[Future[T]]) -> None:
+    answer: Future[T] = Future()
+    try:
+        answer.set_result(call())
+    except Exception as error:  # noqa: BLE001 - the border of a thread: whoever asked raises it
+        answer.set_exception(error)
+    answers.put(answer)
+
+
+class BoundedKeyValueStore:
+    """A `KeyValueStore` that passes every verb to `store` on the caller's thread and gives up after `timeout_s`."""
+
+    def __init__(self, store: KeyValueStore, caller: Caller, *, timeout_s: float) -> None:
+        self._store = store
+        self._caller = caller
+        self._timeout_s = timeout_s
+
+    @property
+    def can_hang(self) -> bool:
+        """Never longer than the timeout."""
+        return False
+
+    def set(self, key: str, value: bytes) -> None:
+        """As the store."""
+        self._ask(partial(self._store.set, key, value))
+
+    def get(self, key: str) -> bytes | None:
+        """As the store."""
+        return self._ask(partial(self._store.get, key))
+
+    def get_many(self, keys: Sequence[str]) -> tuple[bytes | None, ...]:
+        """As the store."""
+        return self._ask(partial(self._store.get_many, keys))
+
+    def set_if_absent(self, key: str, value: bytes) -> bytes:
+        """As the store."""
+        return self._ask(partial(self._store.set_if_absent, key, value))
+
+    def delete(self, key: str) -> None:
+        """As the store."""
+        self._ask(partial(self._store.delete, key))
+
+    def clone(self) -> BoundedKeyValueStore:
+        """A clone of the store, with a thread of its own."""
+        return BoundedKeyValueStore(self._ask(self._store.clone), Caller(), timeout_s=self._timeout_s)
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return self._caller.ask(call, self._timeout_s)

@@ -1,0 +1,79 @@
+"""The decision record of an operation: what it says, and the error that it becomes on every rank."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anyshard.errors import OperationFailed, RankMissing, StructureChanged
+
+_MAX_TEXT = 4000  # characters of one rank's failure
+_ERRORS: Mapping[str, type[OperationFailed]] = {kind.__name__: kind for kind in (OperationFailed, RankMissing, StructureChanged)}
+
+
+class Decision(enum.StrEnum):
+    """How an operation ended.
+
+    `COMMIT`: the coordinator may publish. `ABORT`: it never will; only now may a rank delete what it wrote. `UNKNOWN`: the
+    coordinator failed after `COMMIT`, or this rank came too late to be told; only the storage can tell what exists.
+    """
+
+    COMMIT = "commit"
+    ABORT = "abort"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A decision; of a failure also whose it was, by numbers in the job, and the name of the error.
+
+    `subject` is what the operation is about; `other_subject` what a rank took it for, if that is the failure.
+    """
+
+    decision: Decision
+    subject: str
+    kind: str = OperationFailed.__name__
+    failures: Mapping[int, str] = field(default_factory=dict)
+    other_subject: str | None = None
+
+    def concerns(self, subject: str) -> bool:
+        """Whether a rank that is about `subject` has to do with this operation."""
+        return subject in (self.subject, self.other_subject)
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        failures = {str(rank): text for rank, text in self.failures.items()}
+        record = {"decision": self.decision, "subject": self.subject, "other_subject": self.other_subject}
+        return json.dumps({**record, "kind": self.kind, "failures": failures}).encode("ascii")
+
+    def error(self, num_ranks: int) -> OperationFailed:
+        """The error that every rank raises."""
+        ends = {
+            Decision.ABORT: f"was given up on all {num_ranks} ranks",
+            Decision.UNKNOWN: "failed; only the storage can tell whether it was committed",
+            Decision.COMMIT: "is decided on, but failed on this rank",
+        }
+        return _ERRORS.get(self.kind, OperationFailed)(f"{self.subject} {ends[self.decision]}:", self.failures)
+
+
+def decode_verdict(data: bytes) -> Verdict:
+    """The record that some rank of this job has written."""
+    record = json.loads(data)
+    failures = {int(rank): text for rank, text in record["failures"].items()}
+    return Verdict(Decision(record["decision"]), record["subject"], record["kind"], failures, record["other_subject"])
+
+
+def give_up(subject: str, phase: str, error: BaseException, *, job_rank: int) -> Verdict:
+    """The abort that a rank's error asks for. An `OperationFailed` that names failures speaks for those ranks."""
+    if isinstance(error, OperationFailed) and error.failures:
+        return Verdict(Decision.ABORT, subject, type(error).__name__, error.failures)
+    text = f"{phase}: {type(error).__name__}: {error}"
+    return Verdict(Decision.ABORT, subject, failures={job_rank: text[:_MAX_TEXT]})
+
+
+def give_up_on(subject: str, phase: str, job_ranks: tuple[int, ...], *, timeout_s: float) -> Verdict:
+    """The abort because ranks are missing."""
+    text = f"{phase}: {RankMissing.__name__}: not heard of within {timeout_s:g} s"
+    return Verdict(Decision.ABORT, subject, RankMissing.__name__, dict.fromkeys(job_ranks, text))

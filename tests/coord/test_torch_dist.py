@@ -1,0 +1,184 @@
+"""Groups of torch's process groups: which ranks, which store, what a store that is gone becomes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import torch.testing._internal.distributed.fake_pg  # noqa: F401  isort: skip - makes the backend called fake known
+from anyshard.coord.torch_dist import TorchKeyValueStore, make_group
+from anyshard.errors import InvalidOption, KeyValueStoreLost
+from tests.coord.conftest import serve_tcp
+
+SERVER = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from anyshard.coord.looks import Patience
+from anyshard.coord.torch_dist import make_group
+from tests.coord.thread_ranks import save
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+limit = timedelta(seconds=30)
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
+pair = dist.new_group([0, 2])
+patience = Patience(timeout_s=30)
+found = [save(make_group(), patience=patience), save(make_group([2, 1, 0]), patience=patience)]
+if rank != 1:
+    found.append(save(make_group(pair), patience=patience))
+kept = make_group()
+found += [save(kept, f"save {step}", patience=patience) for step in range(3)]
+dist.destroy_process_group()
+found.append(save(kept, "after the group is gone", patience=patience))
+print(*sorted(set(found)), sep="|")
+"""
+
+
+@pytest.fixture
+def job() -> Iterator[None]:
+    """This process as rank 1 of a job of four whose other ranks do not exist."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_job_the_process_is_alone() -> None:
+    """Outside of torch.distributed a group is this process."""
+    assert (0, (0,)) == (make_group().rank, make_group().ranks)
+
+
+def test_a_group_outside_of_a_job_is_refused() -> None:
+    """A list of ranks means nothing before init_process_group."""
+    with pytest.raises(InvalidOption, match="call init_process_group first"):
+        make_group([0])
+
+
+def test_all_ranks(job: None) -> None:
+    """By default all ranks of the job take part."""
+    group = make_group()
+    assert (1, (0, 1, 2, 3), 4, False) == (group.rank, group.ranks, group.size, group.is_coordinator)
+
+
+def test_a_list_of_ranks_is_sorted(job: None) -> None:
+    """However a list is written, its lowest rank is the coordinator."""
+    group = make_group([3, 1])
+    assert (0, (1, 3), True) == (group.rank, group.ranks, group.is_coordinator)
+
+
+def test_a_process_group(job: None) -> None:
+    """A process group gives its ranks by their numbers in the job."""
+    group = make_group(dist.new_group([1, 2]))
+    assert (0, (1, 2)) == (group.rank, group.ranks)
+
+
+def test_a_list_of_this_rank_alone(job: None) -> None:
+    """A rank that saves alone waits for nobody, and keeps its number."""
+    group = make_group([1])
+    assert (0, (1,)) == (group.rank, group.ranks)
+    with group.agree("save 1") as agreement:
+        agreement.decide()
+
+
+@pytest.mark.parametrize("ranks", [[], [0, 2], [1, 1], [1, 4], [-1, 1]])
+def test_a_list_that_cannot_be(job: None, ranks: list[int]) -> None:
+    """A list without this rank, with a rank twice or with one that the job does not have is refused."""
+    with pytest.raises(InvalidOption, match="group: expected"):
+        make_group(ranks)
+
+
+def test_a_process_group_of_others(job: None) -> None:
+    """Only the members of a process group may call."""
+    with pytest.raises(InvalidOption, match="rank 1 outside"):
+        make_group(dist.new_group([0, 2]))
+
+
+def test_torch_without_a_default_store(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch hides its default store one day, the error says what to do."""
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
+    with pytest.raises(InvalidOption, match="use a release of anyshard that knows this torch"):
+        make_group()
+
+
+def test_a_store_that_cannot_do_it(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose store lacks a verb is told how to start with one that has it."""
+
+    class PoorStore(dist.Store):
+        def clone(self) -> PoorStore:
+            return self
+
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", PoorStore)
+    with pytest.raises(InvalidOption, match="start the job with torchrun"):
+        make_group()
+
+
+def test_the_job_can_use_its_store_meanwhile() -> None:
+    """Our connection is a clone: a long wait of the job on its own does not hold us up, nor the other way round."""
+    server = serve_tcp()
+    ours = TorchKeyValueStore(server).clone()
+    assert ours._store is not server
+    ours.set("a", b"1")
+    assert server.get("a") == b"1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_ends(end: signal.Signals) -> None:
+    """A server that is frozen or dead is `KeyValueStoreLost` within the patience, not a hang."""
+    from anyshard.coord.group import Group
+    from anyshard.coord.looks import Patience
+
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout
+            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+            group = Group(1, (0, 1), TorchKeyValueStore(store))
+            os.kill(server.pid, end)
+            began_s = time.monotonic()
+            with pytest.raises(KeyValueStoreLost, match="expected an answer"):
+                group.agree("save 1", patience=Patience(timeout_s=1.0))
+            assert time.monotonic() - began_s < 5
+        finally:
+            server.kill()
+
+
+@pytest.mark.slow
+def test_real_ranks() -> None:
+    """Three processes agree as the whole job, as a list, as a process group, and after the process group is destroyed."""
+    server = serve_tcp()
+    command = [sys.executable, "-c", RANK]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(server.port)], stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT)
+        for rank in range(3)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=100)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    three = "b'table 0 planned; table 1 planned; table 2 planned'"
+    two = "b'table 0 planned; table 1 planned'"
+    assert [f"{three}|{two}", three, f"{three}|{two}"] == [
+        output.replace(f"{two}|{three}", f"{three}|{two}") for output in outputs
+    ]
+
+
+ROOT = Path(__file__).parents[2]
