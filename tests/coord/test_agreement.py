@@ -182,6 +182,20 @@ def test_an_error_outside_of_phases_is_one_too() -> None:
     assert [{1: "write: KeyError: 'x'"}] * 2 == failures(run_group(make_groups(2, MemoryKeyValueStore().clone), act))
 
 
+def test_an_interrupt_of_the_coordinator_after_the_decision() -> None:
+    """The others do not wait for a word that will not come."""
+
+    def act(group: Group) -> None:
+        with group.agree("save 1", patience=LONG) as agreement:
+            agreement.decide()
+            if group.is_coordinator:
+                raise KeyboardInterrupt
+            agreement.hear("published")
+
+    first, second = run_group(make_groups(2, MemoryKeyValueStore().clone), act)
+    assert (KeyboardInterrupt, [{0: "begin: KeyboardInterrupt: "}]) == (type(first), failures([second]))
+
+
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_stays_what_it_is(interrupt: type[BaseException]) -> None:
     """Ctrl-C is raised as itself where it came; the other ranks hear of it."""

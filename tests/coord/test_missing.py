@@ -162,6 +162,15 @@ def test_a_rank_that_missed_operations_meets_the_others_again(absent: int, num_m
     assert ["bytes"] * 3 == [type(result).__name__ for result in run_group(groups, lambda group: save(group, "save 9"))]
 
 
+@pytest.mark.parametrize("num_missed", [1, 3])
+def test_a_save_may_be_tried_again_under_the_same_name(connect: Connect, num_missed: int) -> None:
+    """If some ranks called alone and failed, the same call by all works, also at the very first operation."""
+    groups = make_groups(3, connect)
+    for _ in range(num_missed):
+        failures(run_group(groups[:1], lambda group: save(group, "save 1", patience=SHORT)))
+    assert ["bytes"] * 3 == [type(result).__name__ for result in run_group(groups, lambda group: save(group, "save 1"))]
+
+
 def test_a_rank_left_far_behind_ends_too() -> None:
     """A rank that slept in one phase while the others went on finds its operation deleted, and says so instead of waiting."""
     groups = started()

@@ -39,7 +39,7 @@ class Agreement:
         self._watch = Watch(terms)
         self._waits = Waits(self._watch, admit=admit)
         self._end = end
-        self._made: list[str] = []
+        self._made: dict[str, None] = {}  # an ordered set
         self._phase = "begin"
         self._failure: OperationFailed | None = None
 
@@ -183,19 +183,20 @@ class Agreement:
     def _settle_failure(self, phase: str, error: Exception) -> OperationFailed:
         verdict = give_up(self._terms.subject, phase, error, job_rank=self._members.job_rank)
         try:
-            known = self._watch.settle(verdict)
-            if known.decision is Decision.COMMIT:
-                known = (
-                    self._watch.take_back(verdict) if self._members.is_coordinator else replace(verdict, decision=known.decision)
-                )
+            return self._settle(verdict).error(self._members.size)
         except KeyValueStoreLost as lost:
             headline = f"{self._terms.subject} failed here, and the other ranks do not hear of it ({lost}):"
             return OperationFailed(headline, verdict.failures)
-        return known.error(self._members.size)
 
     def _settle_quietly(self, error: BaseException) -> None:
         with suppress(KeyValueStoreLost):
-            self._watch.settle(give_up(self._terms.subject, self._phase, error, job_rank=self._members.job_rank))
+            self._settle(give_up(self._terms.subject, self._phase, error, job_rank=self._members.job_rank))
+
+    def _settle(self, verdict: Verdict) -> Verdict:
+        known = self._watch.settle(verdict)
+        if known.decision is not Decision.COMMIT:
+            return known
+        return self._watch.take_back(verdict) if self._members.is_coordinator else replace(verdict, decision=known.decision)
 
     def _own_keys(self) -> tuple[str, ...]:
         """What this rank deletes when nobody can need it any more: the begin record first, which says so."""
@@ -204,7 +205,7 @@ class Agreement:
 
     def _write(self, key: str, payload: bytes) -> None:
         assert key not in self._made, f"{key} was said already"
-        self._made += write_message(self._terms.store, key, payload)
+        self._made |= dict.fromkeys(write_message(self._terms.store, key, payload))
 
     def _await(self, phase: str, key: str) -> bytes:
         return self._waits.wait(phase, lambda: self._read_all([key])[0], _coordinator)

@@ -9,7 +9,7 @@ from functools import partial
 from anyshard.coord.agreement import Agreement
 from anyshard.coord.bounded import BoundedKeyValueStore, Caller
 from anyshard.coord.keys import OperationKeys, keys_of_group
-from anyshard.coord.looks import Patience
+from anyshard.coord.looks import Patience, looks
 from anyshard.coord.members import COORDINATOR, Members
 from anyshard.coord.memory import MemoryKeyValueStore
 from anyshard.coord.protocol import KeyValueStore
@@ -18,6 +18,7 @@ from anyshard.coord.verdict import Verdict, decode_verdict, give_up_on
 from anyshard.coord.watch import Terms
 
 _KEPT = 2  # operations whose keys stay for ranks that are late
+_GRACE_S = 1.0  # for a rank that others have given up for missing
 _MAX_ANSWER_S = 30.0  # a key-value store that takes longer for one call is lost
 
 
@@ -69,7 +70,7 @@ class Group:
         store = self._bound(patience)
         if not self.is_coordinator:
             self._join(store, subject, patience)
-        sequence, verdict = self._find_operation(store, subject)
+        sequence, verdict = self._find_or_await_operation(store, subject, patience)
         self._next = sequence + 1
         self._forget(store, sequence)
         terms = Terms(self._members, store, self._keys_of(sequence), subject, patience)
@@ -98,6 +99,17 @@ class Group:
         if welcome.incarnation != self._incarnation:
             self._incarnation, self._next = welcome.incarnation, welcome.sequence
             self._forget(store, None)
+
+    def _find_or_await_operation(self, store: KeyValueStore, subject: str, patience: Patience) -> tuple[int, Verdict | None]:
+        """As `_find_operation`. But others that gave up for want of this rank may be trying again just now."""
+        found = self._find_operation(store, subject)
+        is_missed = found[1] is not None and self._members.job_rank in found[1].failures
+        if is_missed and not self.is_coordinator:  # the coordinator could not see them
+            for _ in looks(Patience(min(_GRACE_S, patience.timeout_s)), num_ranks=self.size):
+                found = self._find_operation(store, subject)
+                if found[1] is None:
+                    break
+        return found
 
     def _find_operation(self, store: KeyValueStore, subject: str) -> tuple[int, Verdict | None]:
         """Number of the operation that this call is about, and how it ended if it has.
