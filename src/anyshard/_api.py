@@ -88,6 +88,7 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
         CheckpointDamaged: a record or blob is not what was saved; nothing has changed.
         CheckpointReplaced: it was saved over again and again while its files were being opened; nothing has changed.
         StateMismatch: checkpoint and app state differ; lists every difference; nothing has changed.
+        InvalidOption: an argument or option has a value that it cannot have. InvalidRegistration: a registered decoder failed.
         LoadInterrupted: failed half-way; `app_state` must be loaded again before use.
     """
     given: dict[str, Any] = {"strict": strict, "only": only, "exclude": exclude, "cast": cast, "verify": verify}

@@ -65,7 +65,7 @@ class InvalidOption(AnyshardError, ValueError):
 
 
 class InvalidRegistration(AnyshardError, ValueError):
-    """A type or name that cannot be registered: reserved, built in, or taken."""
+    """A type or name that cannot be registered (reserved, built in, taken), or whose registered decoder failed."""
 
 
 class InvalidAppState(AnyshardError, ValueError):

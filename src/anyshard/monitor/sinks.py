@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from anyshard.monitor.events import Event, Sink
+from anyshard.monitor.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class JsonLinesSink:
         self.close()
 
 
-def sinks_from_environment() -> tuple[Sink, ...]:
+def sinks_from_environment() -> tuple[JsonLinesSink, ...]:
     """The sink that ANYSHARD_EVENTS asks for, if it does. A file that cannot be opened is logged: it must not stop a job."""
     path = os.environ.get("ANYSHARD_EVENTS")
     try:

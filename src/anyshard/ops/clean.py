@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +13,9 @@ from anyshard.commit.publish import create_record
 from anyshard.commit.tombstone import make_fence
 from anyshard.errors import CommitConflict
 from anyshard.monitor.events import Emitter, Sink
+from anyshard.ops.opening import operating
 from anyshard.records.manifest import Manifest, StepState
 from anyshard.storage.protocol import Entry, Store
-from anyshard.storage.resolve import open_store
 
 DAY_S = 86_400.0
 TOMBSTONE_S = 7 * DAY_S
@@ -72,13 +71,13 @@ def clean(
     Directories of sections that are empty then go too. Raises `CheckpointDamaged`, having changed nothing, if the newest
     manifest is damaged.
     """
-    events = Emitter(sinks, operation=secrets.token_hex(8), rank=0)
-    store = open_store(target, events=events)
-    listing, generations = read_generations(store)
-    plan = _plan(listing, generations, now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
-    if not dry_run:
-        plan = _fence(store, plan, events)
-        _remove(store, listing, plan, events)
+    with operating(target, sinks) as operation:
+        store, events = operation.store, operation.events
+        listing, generations = read_generations(store)
+        plan = _plan(listing, generations, now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
+        if not dry_run:
+            plan = _fence(store, plan, events)
+            _remove(store, listing, plan, events)
     nbytes = sum(entry.nbytes for _, entry in listing.entries() if entry.key in set(plan.removed))
     fenced = None if plan.fence is None else plan.fence.generation
     return CleanReport(store.url, plan.removed, nbytes, fenced, plan.in_progress, listing.foreign, dry_run)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 
 from anyshard.commit.tombstone import delete_step
-from anyshard.monitor.events import Emitter, Sink
+from anyshard.monitor.events import Sink
+from anyshard.ops.opening import operating
 from anyshard.storage.protocol import Store
-from anyshard.storage.resolve import open_store
 
 
 def delete(target: str | os.PathLike[str] | Store, *, sinks: Sequence[Sink] = ()) -> tuple[str, ...]:
@@ -17,5 +16,5 @@ def delete(target: str | os.PathLike[str] | Store, *, sinks: Sequence[Sink] = ()
 
     Raises `CheckpointNotFound` if none was ever there. If it dies half-way the checkpoint is gone; call it again for the rest.
     """
-    events = Emitter(sinks, operation=secrets.token_hex(8), rank=0)
-    return delete_step(open_store(target, events=events), events=events)
+    with operating(target, sinks) as operation:
+        return delete_step(operation.store, events=operation.events)
