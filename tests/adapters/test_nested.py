@@ -346,8 +346,8 @@ class _TwoParts(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_flattened_subclasses_are_stored_by_their_parts() -> None:
-    """Inner tensors are saved through the flatten protocol and filled in place into a live subclass (B072)."""
+def test_b072_flattened_subclasses_are_stored_by_their_parts() -> None:
+    """Inner tensors are saved through the flatten protocol and filled in place into a live subclass."""
     live = _TwoParts(torch.zeros(4, dtype=torch.int8), torch.zeros(1))
     kept = keep({"s": {"w": _TwoParts(torch.arange(4, dtype=torch.int8), torch.ones(1))}})
     give(kept, {"s": {"w": live}})
