@@ -96,10 +96,18 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
     return _checkpointer(os.getpid()).load(place, app_state, options=chosen, sinks=sinks)
 
 
-def open(place: str | os.PathLike[str] | Store) -> Checkpoint:  # noqa: A001 - anyshard.open, as in io.open
+def open(  # noqa: A001 - anyshard.open, as in io.open
+    place: str | os.PathLike[str] | Store, *, options: LoadOptions | None = None, sinks: Sequence[Sink] = ()
+) -> Checkpoint:
     """Open the checkpoint at `place` for reading, without torch and without a job.
 
     `open(place)["model/layers.0.weight"][0:16]` reads just those rows, verified, as a NumPy array.
+
+    Args:
+        place: where `save` put it.
+        options: memory, threads and patience of all reads (`byte_budget`, `block_nbytes`, `threads`, `timeout_s`); the settings
+            that are about an app state have no meaning here.
+        sinks: further places for the events of this open and of what is read later.
 
     Raises:
         CheckpointNotFound, NotACheckpoint, UnsupportedFormat: there is nothing that this release can read.
@@ -107,7 +115,7 @@ def open(place: str | os.PathLike[str] | Store) -> Checkpoint:  # noqa: A001 - a
         CheckpointReplaced: it was saved over again and again meanwhile. A section that is first read when its files are gone
             raises it too: open the checkpoint again.
     """
-    return _checkpointer(os.getpid()).open(place)
+    return _checkpointer(os.getpid()).open(place, options=options or LoadOptions(), sinks=sinks)
 
 
 def register_value(name: str, type_: type[T], encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:

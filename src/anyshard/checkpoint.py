@@ -19,23 +19,25 @@ from anyshard.engine.blocks import BlockPool
 from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
 from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
 from anyshard.planning.reads import plan_reads
-from anyshard.records.addresses import component, join_address, section_of, show, split_address
+from anyshard.records.addresses import join_address, section_of, show, split_address
 from anyshard.records.checks import check_marks, check_sections, check_slots
 from anyshard.records.digests import check_digest
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.handles import BITS_DTYPES, ArrayDestination
 from anyshard.records.index import decode_index
-from anyshard.records.load_plan import BlobLayout, LoadPlan, ReadLimits
+from anyshard.records.load_plan import LoadPlan, ReadLimits
 from anyshard.records.manifest import Manifest
 from anyshard.records.section_values import decode_section
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES
-from anyshard.records.values import ValueRegistry
+from anyshard.records.values import ValueRegistry, is_container, label_item, list_items
 from anyshard.records.values_types import TensorMark
 from anyshard.storage.protocol import Store
 from anyshard.stored_tensor import StoredTensor
 
 _MAX_GAP_NBYTES = CELL_NBYTES
+# Bounds of the index's file: its pages (see records/index.py), even if they did not compress, and its footer.
+_INDEX_NBYTES_FIXED, _INDEX_NBYTES_PER_ROW = 8 << 20, 4096 + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,13 @@ class Checkpoint:
         return self._index.shards.tensors.addresses
 
     def __contains__(self, address: object) -> bool:
-        return isinstance(address, str) and address in self.index.shards.tensors.rows
+        if not isinstance(address, str):
+            return False
+        try:
+            self._find(address)
+        except KeyError:
+            return False
+        return True
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.addresses())
@@ -110,15 +118,8 @@ class Checkpoint:
 
     def __getitem__(self, address: str) -> Any:
         """The tensor or value at `address`; `KeyError` if there is none."""
-        if address in self:
-            return self._tensor(address)
-        if section_of(address) not in self.sections:
-            raise KeyError(f"{show(address)}: not in {self.url}, which holds {', '.join(self.sections)}")
-        value: object = self.values(section_of(address))
-        parts = split_address(address)
-        for depth, part in enumerate(parts[1:], start=1):
-            value = _descend(value, part, within=join_address(*parts[:depth]), sought=address)
-        return self._tensor(value.address) if isinstance(value, TensorMark) else value
+        found = self._find(address)
+        return self._tensor(found.address) if isinstance(found, TensorMark) else found
 
     def values(self, section: str) -> Any:
         """The whole value tree of a section, with a `TensorMark` where a tensor is."""
@@ -129,7 +130,7 @@ class Checkpoint:
         return self._trees[section]
 
     def open_sections(self, sections: Sequence[str]) -> OpenBlobs:
-        """Open and check all blobs of these sections, until the checkpoint is closed."""
+        """Open and check all blobs of these sections, until the checkpoint is closed; what is read of them later is read here."""
         chosen = [blob for blob, entry in enumerate(self.manifest.blobs) if entry.section in sections]
         opening = open_blobs(self._store, self.manifest, blobs=chosen, job=self._means.job, pool=self._means.pool)
         try:
@@ -138,6 +139,7 @@ class Checkpoint:
             _explain_missing(self._store, self._resolved)
             raise
         check_slots(self._index, blobs.tails, files=[blob.name for blob in self.manifest.blobs])
+        self._opened.update(dict.fromkeys(sections, blobs))
         return blobs
 
     def read_tree(self, blobs: OpenBlobs, section: str) -> object:
@@ -151,8 +153,7 @@ class Checkpoint:
         """Which bytes fill the wanted shards; what no stored shard covers makes the checkpoint damaged."""
         block_nbytes = self._means.pool.block_nbytes
         limits = ReadLimits(block_nbytes, _MAX_GAP_NBYTES if block_nbytes > _MAX_GAP_NBYTES else 0)
-        layouts = {blob: BlobLayout.of(tail) for blob, tail in blobs.tails.items()}
-        plan = plan_reads(wanted, self._index, layouts, limits=limits)
+        plan = plan_reads(wanted, self._index, blobs.layouts, limits=limits)
         if plan.uncovered:
             raise CheckpointDamaged(
                 f"{self.url}: {len(plan.uncovered)} wanted region(s) are in no blob, first {plan.uncovered[0]}", file=self.url
@@ -174,9 +175,19 @@ class Checkpoint:
         return f"<Checkpoint {self.url} step {self.step} with {', '.join(self.sections)}>"
 
     def _blobs(self, section: str) -> OpenBlobs:
-        if section not in self._opened:
-            self._opened[section] = self.open_sections([section])
-        return self._opened[section]
+        return self._opened.get(section) or self.open_sections([section])
+
+    def _find(self, address: str) -> object:
+        """The value at an address, or the mark of the tensor there."""
+        if address in self.index.shards.tensors.rows:
+            return TensorMark(address, "tensor")
+        if section_of(address) not in self.sections:
+            raise KeyError(f"{show(address)}: not in {self.url}, which holds {', '.join(self.sections)}")
+        value: object = self.values(section_of(address))
+        parts = split_address(address)
+        for depth, part in enumerate(parts[1:], start=1):
+            value = _descend(value, part, within=join_address(*parts[:depth]), sought=address)
+        return value
 
     def _tensor(self, address: str) -> StoredTensor:
         tensors = self.index.shards.tensors
@@ -209,6 +220,13 @@ def _read_index(store: Store, resolved: Resolved) -> Index:
     entry = resolved.manifest.index
     if entry is None:
         raise CheckpointDamaged(f"{store.url}: its manifest names no index", file=store.url)
+    limit = _INDEX_NBYTES_FIXED + _INDEX_NBYTES_PER_ROW * resolved.manifest.num_rows
+    if entry.nbytes > limit:  # the file's own length is no bound: a sparse file has any, for nothing
+        raise CheckpointDamaged(
+            f"{store.url}: {entry.name}: expected an index of at most {limit} bytes, found {entry.nbytes}; "
+            "load another checkpoint",
+            file=entry.name,
+        )
     try:
         data = store.read(entry.name, max_nbytes=entry.nbytes)
     except (BlobNotFound, LimitExceeded):
@@ -232,10 +250,8 @@ def _explain_missing(store: Store, resolved: Resolved) -> None:
 
 
 def _descend(value: object, part: str, *, within: str, sought: str) -> object:
-    if isinstance(value, dict):
-        for key, member in value.items():
-            if component(key, within=within) == part:
-                return member
-    elif isinstance(value, (list, tuple)) and part.isdecimal() and int(part) < len(value):
-        return value[int(part)]
+    items = list_items(value) if is_container(value) else []
+    found = [item for key, item in items if label_item(value, key) == part]
+    if len(found) == 1:  # keys that no address can hold share a label
+        return found[0]
     raise KeyError(f"{show(sought)}: nothing is there below {show(within)}")

@@ -89,16 +89,15 @@ class Checkpointer:
         self._parent = Parent(manifest.run_id, manifest.step, manifest.attempt)
         return report
 
-    def open(self, place: str | os.PathLike[str] | Store) -> Checkpoint:
+    def open(self, place: str | os.PathLike[str] | Store, *, options: LoadOptions, sinks: Sequence[Sink]) -> Checkpoint:
         """See `anyshard.open`."""
-        options = LoadOptions()
-        with self._operating("open", place, timeout_s=options.timeout_s) as operation:
+        with self._operating("open", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
             means = self._means(options, operation.events, self._registry)
             return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
     def _operating(
-        self, kind: str, place: str | os.PathLike[str] | Store, *, timeout_s: float, sinks: Sequence[Sink] = ()
+        self, kind: str, place: str | os.PathLike[str] | Store, *, timeout_s: float, sinks: Sequence[Sink]
     ) -> Iterator[Operation]:
         events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=0)
         store = TimedStore(open_store(place, events=events), timeout_s)

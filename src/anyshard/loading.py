@@ -16,7 +16,7 @@ from anyshard.engine.read import OpenBlobs
 from anyshard.errors import Difference, LoadInterrupted, Mismatch, StateMismatch
 from anyshard.operation import Operation
 from anyshard.options import LoadOptions
-from anyshard.records.addresses import show
+from anyshard.records.addresses import Globs, component, show
 from anyshard.records.captured import Stored, StoredRun
 from anyshard.records.load_plan import LoadPlan
 from anyshard.records.regions import decompose_run
@@ -39,7 +39,7 @@ class LoadOperation:
     def run(self, app_state: Mapping[str, object]) -> LoadReport:
         """Check everything, then fill the tensors, then set the values and run the hooks."""
         events, checkpoint = self._operation.events, self._checkpoint
-        sections = [section for section in checkpoint.sections if section in app_state]
+        sections = [section for section in checkpoint.sections if section in app_state and self._can_want(component(section))]
         with events.span("load.records"):
             blobs = checkpoint.open_sections(sections)
             trees = {section: checkpoint.read_tree(blobs, section) for section in sections}
@@ -54,6 +54,14 @@ class LoadOperation:
             with events.span("load.apply"):
                 target.apply()
         return self._report(target, plan)
+
+    def _can_want(self, address: str) -> bool:
+        """Whether `only` and `exclude` may let through anything of a section; one of which they do not is not even opened."""
+        if self._options.only:
+            return Globs(self._options.only).can_match_in(address)
+        excluded = Globs(self._options.exclude)
+        is_tensor = address in self._checkpoint.index.shards.tensors.rows
+        return not (excluded.match(address) if is_tensor else excluded.match_all_below(address))
 
     def _make_target(self, app_state: Mapping[str, object], trees: Mapping[str, object]) -> LoadTarget:
         stored = Stored(self._checkpoint.index.shards.tensors, trees, self._checkpoint.sections)
@@ -102,13 +110,17 @@ class LoadOperation:
         try:
             yield
         except Exception as error:
-            names = target.names
-            shown = ", ".join(map(show, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-            raise LoadInterrupted(
-                f"{self._checkpoint.url}: the load failed after it had begun to fill the app state, which is undefined now "
-                f"({shown}). Load a checkpoint in full before you use it. Cause: {error}",
-                addresses=names,
-            ) from error
+            raise LoadInterrupted(f"{self._describe_half(target.names)} Cause: {error}", addresses=target.names) from error
+        except BaseException as interrupt:  # Ctrl-C stays what it is
+            interrupt.add_note(self._describe_half(target.names))
+            raise
+
+    def _describe_half(self, names: tuple[str, ...]) -> str:
+        shown = ", ".join(map(show, names[:_SHOWN])) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        return (
+            f"{self._checkpoint.url}: the load failed after it had begun to fill the app state, which is undefined now "
+            f"({shown}). Load a checkpoint in full before you use it."
+        )
 
     def _report(self, target: LoadTarget, plan: LoadPlan) -> LoadReport:
         manifest = self._checkpoint.manifest

@@ -24,8 +24,9 @@ class LoadReport:
     """A finished load: what was filled and what was not. All tuples hold addresses, but `warnings`.
 
     `nbytes` counts bytes filled, `read_nbytes` bytes fetched. `missing` and `unexpected` are empty after a strict load;
-    `not_asked_for` are top-level names of the checkpoint that the app state does not have; `created` is optimizer state that the
-    live optimizer lacked; `replaced_values` are values that took their stored value.
+    `not_asked_for` are top-level names of the checkpoint that the app state does not have; `created` are tensors
+    and arrays that were newly made, as there was none to fill: in state that an optimizer lacked, in values, for statefuls;
+    `replaced_values` are values that took their stored value.
     """
 
     url: str

@@ -58,7 +58,8 @@ class SavePieces:
     captured: Captured
     values: Mapping[str, bytes]
     plan: SavePlan
-    index: Index
+    index: bytes
+    num_rows: int
     nbytes: int
 
 
@@ -103,8 +104,10 @@ class SaveOperation:
             plan = plan_save(captured.shards, tuple(values), rank=0, max_blob_nbytes=options.max_blob_nbytes)
             index = make_index([plan], captured.shards.tensors)
             _check_cover(index)
+            encoded = encode_index(index)
+            decode_index(encoded, max_rows=index.num_rows, file="index")  # what a reader would refuse must not be committed
         nbytes = sum(map(len, values.values())) + sum(source.nbytes for source in captured.sources)
-        return SavePieces(captured, values, plan, index, nbytes)
+        return SavePieces(captured, values, plan, encoded, index.num_rows, nbytes)
 
     def _write_job(self, attempt: Attempt, values: Mapping[str, bytes]) -> WriteJob:
         options = self._intent.options
@@ -121,9 +124,7 @@ class SaveOperation:
             patience=Patience(options.timeout_s),
         )
 
-    def _write_index(self, attempt: Attempt, index: Index) -> IndexEntry:
-        data = encode_index(index)
-        decode_index(data, max_rows=index.num_rows, file="index")  # what a reader would refuse must not be committed
+    def _write_index(self, attempt: Attempt, data: bytes) -> IndexEntry:
         entry = IndexEntry(index_name(attempt.generation, attempt.id), len(data), digest_bytes(data))
         self._operation.store.create(entry.name, data, token=attempt.id)
         return entry
@@ -141,7 +142,7 @@ class SaveOperation:
             time=utc_now(),
             writer=writer_name(),
             world_size=1,
-            num_rows=pieces.index.num_rows,
+            num_rows=pieces.num_rows,
             num_slots=max((len(blob.rows) + (blob.k == 0) for blob in pieces.plan.blobs), default=0),
             index=index,
             blobs=blobs,
@@ -189,9 +190,9 @@ def _check_cover(index: Index) -> None:
 
 def _check_space(store: Store, nbytes: int) -> None:
     free = store.free_nbytes()
-    if free is not None and free < nbytes + _RECORDS_NBYTES:
+    if free is not None and free < (expected := nbytes + _RECORDS_NBYTES):
         raise StorageFull(
-            f"{store.url}: expected room for {nbytes} bytes, found {free} free; nothing was written. Free some space, "
-            "delete old steps, or save elsewhere",
+            f"{store.url}: expected room for {expected} bytes ({nbytes} of data, the rest for records), found {free} free; "
+            "nothing was written. Free some space, delete old steps, or save elsewhere",
             file=store.url,
         )

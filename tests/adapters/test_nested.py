@@ -364,3 +364,19 @@ def test_unregistered_values_are_reported() -> None:
     target = give(keep({"s": {"v": stored}}), state)
     assert stored == state["s"]["v"]
     assert ["s: holds a value of a type that is not registered" in warning for warning in target.warnings] == [True]
+
+
+@pytest.mark.parametrize("stored", [[torch.ones(2)], (torch.ones(2),), deque([torch.ones(2)])])
+@pytest.mark.parametrize("kind", [list, tuple, deque])
+def test_sequences_stand_for_each_other(stored: Any, kind: Callable[[Any], Any]) -> None:
+    """Tensors in lists, tuples and deques go by position, so each loads from each."""
+    tensor = torch.zeros(2)
+    give(keep({"s": stored}), {"s": kind([tensor])})
+    assert [1.0, 1.0] == tensor.tolist()
+
+
+@pytest.mark.parametrize(("stored", "live"), [({"0": torch.ones(2)}, deque), (deque([torch.ones(2)]), lambda t: {"0": t[0]})])
+def test_mapping_and_deque_do_not_stand_for_each_other(stored: Any, live: Callable[[Any], Any]) -> None:
+    """A key that looks like a position is none."""
+    with pytest.raises(StateMismatch, match="s: kind"):
+        give(keep({"s": stored}), {"s": live([torch.zeros(2)])})

@@ -507,3 +507,38 @@ def test_a_disabled_scaler_is_no_state_for_an_enabled_one() -> None:
         give(keep({"m": nn.Linear(1, 1), "scaler": off}), {"m": live, "scaler": on})
     assert torch.equal(before, live.weight)
     give(keep({"m": nn.Linear(1, 1), "scaler": on}), {"m": live, "scaler": off})
+
+
+@pytest.mark.parametrize(("owner", "expected"), [(0, [{"k": 1}, {}]), (1, [{}, {"k": 1}]), (None, [{"k": 1}, {}])])
+def test_other_state_goes_to_the_optimizer_that_has_it(owner: int | None, expected: list[dict[str, int]]) -> None:
+    """Of several optimizers under one name; the first takes what none has."""
+    saved, live = [_pair("SGD") for _ in range(2)], [_pair("SGD") for _ in range(2)]
+    saved[1][1].state["k"] = 1  # type: ignore[index]
+    if owner is not None:
+        live[owner][1].state["k"] = 0  # type: ignore[index]
+    one, other = ({"a": pairs[0][0], "b": pairs[1][0], "o": [pair[1] for pair in pairs]} for pairs in (saved, live))
+    give(keep(one), other)
+    assert expected == [dict(optimizer.state) for _, optimizer in live]
+
+
+def test_other_state_that_is_not_stored_is_missing() -> None:
+    """An error if strict, else left alone, or left out by a glob."""
+    kept, live = keep(_app(_pair("SGD"))), _pair("SGD")
+    live[1].state["k"] = 1  # type: ignore[index]
+    with pytest.raises(StateMismatch) as caught:
+        give(kept, _app(live))
+    assert [(Mismatch.MISSING, "opt/other/k")] == [(each.kind, each.address) for each in caught.value.differences]
+    assert ("opt/other/k",) == give(kept, _app(live), strict=False).missing
+    assert () == give(kept, _app(live), exclude=("opt/other/*",)).missing
+    assert {"k": 1} == dict(live[1].state)
+
+
+def test_missing_state_is_listed_in_the_order_of_the_live_optimizer() -> None:
+    """The error does not depend on how strings are hashed."""
+    saved, live = _pair("SGD momentum"), _pair("SGD momentum")
+    for pair in (saved, live):
+        step(*pair, seed=0)
+    names = [f"k{position}" for position in range(20)]
+    live[1].state[live[0].get_parameter("0.weight")].update(dict.fromkeys(names, 0))
+    missing = give(keep(_app(saved)), _app(live), strict=False).missing
+    assert tuple(f"opt/state/0.weight/{name}" for name in names) == missing

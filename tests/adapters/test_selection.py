@@ -202,3 +202,12 @@ def test_zero_size_and_empty_states_load() -> None:
     target = give(kept, state)
     assert [(0, 4), (3, 0)] == [kept.tensors.shape(row) for row in range(2)]
     assert ("z/a", "z/b") == target.names
+
+
+@pytest.mark.parametrize("glob", ["extra/?", "extra/[!a]", "extra/[*]", "extra/[!a]*", "extra/?*", "extra/a*"])
+def test_glob_for_some_below_a_value_does_not_cover_the_value(glob: str) -> None:
+    """Only a star that stands for any name covers a value that is loaded as one; the report says that the glob did nothing."""
+    state = {"extra": {"a": 1}}
+    target = give(keep({"extra": {"a": 2}}), state, exclude=(glob,))
+    assert {"a": 2} == state["extra"]
+    assert (f"exclude={glob!r} matched no address",) == target.warnings

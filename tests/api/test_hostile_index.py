@@ -15,6 +15,7 @@ from anyshard.records.index import decode_index, encode_index
 from anyshard.records.manifest import Manifest, decode_manifest, encode_manifest
 from anyshard.records.tables import Index, ShardTable, TensorTable
 from anyshard.storage.memory import MemoryStore
+from anyshard.storage.wrappers import CountingStore, Verb
 
 
 def state() -> dict[str, dict[str, torch.Tensor]]:
@@ -109,3 +110,16 @@ def test_section_with_a_slash_in_its_name() -> None:
     anyshard.save(store, {"a/b": {"w": torch.ones(2), "n": 3}, "a": {"x": torch.ones(1)}, "a~": 4})
     checkpoint = anyshard.open(store)
     assert (2.0, 3, 4) == (checkpoint["a~1b/w"].numpy().sum(), checkpoint["a~1b/n"], checkpoint["a~0"])
+
+
+def test_index_of_any_length() -> None:
+    """A manifest that claims an index of 1 PiB is damaged before the file is read."""
+
+    def lengthen(manifest: Manifest) -> Manifest:
+        assert manifest.index is not None
+        return replace(manifest, index=replace(manifest.index, nbytes=1 << 50))
+
+    store = CountingStore(forge(lambda index: index, lengthen))
+    with pytest.raises(anyshard.CheckpointDamaged, match=r"index-1-.*expected an index of at most \d+ bytes"):
+        anyshard.open(store)
+    assert store.count(Verb.READ).nbytes < 1000  # manifests only

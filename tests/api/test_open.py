@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import types
+from collections import OrderedDict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 import anyshard
+from anyshard.monitor.sinks import RecordingSink
 from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
-from anyshard.storage.wrappers import CountingStore, Verb
+from anyshard.storage.wrappers import CountingStore, FaultStore, Rule, Verb, do_before
 
 BIG = torch.arange(600 * 512, dtype=torch.int32).reshape(600, 512)
 
@@ -103,3 +107,49 @@ def test_parent_is_what_was_loaded(place: Path) -> None:
     parent = anyshard.open(store).manifest.parent
     assert parent is not None
     assert (5, anyshard.open(place).manifest.attempt) == (parent.step, parent.attempt)
+
+
+class Pair(NamedTuple):
+    """A named tuple, which comes back as one without its class."""
+
+    one: int
+    two: int
+
+
+VALUES: dict[str, Any] = {
+    "e": {Path("p"): 1, "x": 2, 7: 3},
+    "d": deque([7]),
+    "n": types.SimpleNamespace(lr=0.5),
+    "o": OrderedDict(a=[1, (2, 3)]),
+    "p": Pair(4, 5),
+    "t": torch.ones(2),
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"), [("e/x", 2), ("e/~i7", 3), ("d/0", 7), ("n/lr", 0.5), ("o/a/1/0", 2), ("p/1", 5), ("d", deque([7]))]
+)
+def test_values_are_where_errors_say(address: str, expected: object) -> None:
+    """Values of every container are read by their addresses, and `in` says so."""
+    anyshard.save(store := MemoryStore(), VALUES)
+    checkpoint = anyshard.open(store)
+    assert (expected, True) == (checkpoint[address], address in checkpoint)
+
+
+@pytest.mark.parametrize("address", ["d/1", "d/00", "e/7", "n/x", "p/one", "t/0", "zz", "d/0/0", 5])
+def test_what_is_not_there_is_not_contained(address: Any) -> None:
+    """An address without anything is not in a checkpoint, whatever lies above it; nor is what is no address."""
+    anyshard.save(store := MemoryStore(), VALUES)
+    assert (False, True) == (address in anyshard.open(store), "t" in anyshard.open(store))
+
+
+def test_options_and_sinks_of_an_open_checkpoint(place: Path) -> None:
+    """Patience and sinks are the caller's, also for what is read later."""
+    gate, events = threading.Event(), RecordingSink()
+    store = FaultStore(LocalStore(str(place)), [Rule(Verb.OPEN_BLOB, "data/model/*", do_before(gate.wait))])
+    options = anyshard.LoadOptions(timeout_s=0.2, threads=1)
+    checkpoint = anyshard.open(store, options=options, sinks=[events])
+    with pytest.raises(anyshard.StorageStuck):
+        checkpoint["model/half"].numpy()
+    gate.set()
+    assert "open" in {name.partition(".")[0] for name in events.names()}

@@ -10,7 +10,7 @@ from anyshard.commit.deletion import Generations, deletable
 from anyshard.commit.listing import Owner, StepListing
 from anyshard.commit.tombstone import make_fence, make_tombstone
 from anyshard.records.manifest import Manifest
-from anyshard.records.names import blob_name, index_name, manifest_name, temporary_manifest_name
+from anyshard.records.names import blob_name, index_name, manifest_name
 from anyshard.storage.protocol import Entry
 from tests.commit.steps import ATTEMPTS, make_manifest
 
@@ -90,11 +90,11 @@ def test_a_damaged_old_record_may_name_every_file_that_is_not_younger() -> None:
 def test_temporaries_and_indexes_follow_their_attempt() -> None:
     """A temporary of the published attempt stays, one of a lost attempt goes."""
     entries = {
-        Owner(1, attempt): (Entry(index_name(1, attempt), 5, 0.0), Entry(temporary_manifest_name(1, attempt), 5, 0.0))
+        Owner(1, attempt): (Entry(index_name(1, attempt), 5, 0.0), Entry(f"manifest-1.json.{attempt}.tmp", 5, 0.0))
         for attempt in (A, B)
     }
     listing = replace(make_listing(records=(1,)), files=entries)
-    expected = (index_name(1, B), temporary_manifest_name(1, B))
+    expected = (index_name(1, B), f"manifest-1.json.{B}.tmp")
     assert expected == deletable(listing, make_generations(FIRST), now_s=LONG_AFTER_S, grace_s=HOUR_S)
 
 

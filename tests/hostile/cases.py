@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
@@ -20,6 +21,7 @@ from anyshard.records.index import decode_index, encode_index
 from anyshard.records.manifest import decode_manifest, encode_manifest
 from anyshard.records.tail import decode_tail, encode_tail
 from anyshard.records.values import decode_value, encode_value
+from anyshard.records.values_kinds import Code
 from anyshard.records.values_registry import ValueRegistry
 from tests.hostile.mutate import TailParts, mutate, pick_number, sign_footer, sign_manifest, sign_tail, take_apart
 from tests.hostile.rebuild import change_json, change_table, write_parquet, write_stream
@@ -166,6 +168,13 @@ def decode(case: Case) -> None:
         repr(decode_value(data, registry=ValueRegistry(), file="blob"))
 
 
+def _pack_colliding(code: Code) -> bytes:
+    """A set or dict of 200,000 ints that all have the hash 0, so that building it would take hours."""
+    numbers = ((k * (2**61 - 1)).to_bytes(10, "big", signed=True) for k in range(200_000))
+    members = [msgspec.msgpack.Ext(int(Code.INT), msgspec.msgpack.encode(number)) for number in numbers]
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(members)))
+
+
 def write_bombs(path: Path) -> None:
     """Write records of a few kilobytes that would unfold to hundreds of megabytes. Takes that memory itself."""
     samples = make_samples(None)
@@ -194,5 +203,6 @@ def write_bombs(path: Path) -> None:
         ("values", b"\xdd" + (5_000_000).to_bytes(4, "big") + b"\x80" * 5_000_000),
         ("values", b"\x91" * 5_000_000 + b"\x80"),
         ("values", b"\xc6" + (1 << 31).to_bytes(4, "big") + b"x"),
+        *(("values", _pack_colliding(code)) for code in (Code.SET, Code.DICT)),
     ]
     path.write_bytes(pickle.dumps(bombs))

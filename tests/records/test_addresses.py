@@ -17,7 +17,6 @@ from anyshard.records.addresses import (
     component,
     escape,
     join_address,
-    matches,
     section_directory,
     section_of,
     show,
@@ -127,7 +126,7 @@ def test_shown_addresses_are_printable() -> None:
 )
 def test_globs(glob: str, address: str, expected: bool) -> None:
     """`*` and `?` and sets stay within a component, `**` crosses, all else is literal and whole."""
-    assert expected == matches(address, [glob])
+    assert expected == Globs([glob]).match(address)
 
 
 def test_globs_match_any_of_several_and_none_of_none() -> None:
@@ -140,8 +139,8 @@ def test_globs_match_any_of_several_and_none_of_none() -> None:
 @given(TEXTS, TEXTS)
 def test_escape_matches_only_its_text(text: str, other: str) -> None:
     """An escaped text is a glob for itself alone."""
-    assert matches(text, [escape(text)])
-    assert (text == other) == matches(other, [escape(text)])
+    assert Globs([escape(text)]).match(text)
+    assert (text == other) == Globs([escape(text)]).match(other)
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer.0", "a-b", "_x", "model-12345678x"])

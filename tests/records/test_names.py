@@ -8,7 +8,6 @@ from anyshard.records.names import (
     make_attempt,
     manifest_name,
     parse_name,
-    temporary_manifest_name,
 )
 
 A = "abcdefgh23456"
@@ -20,7 +19,7 @@ def test_every_made_name_parses_to_its_parts():
         manifest_name(12): FileName(FileKind.MANIFEST, 12, None),
         index_name(3, A): FileName(FileKind.INDEX, 3, A),
         blob_name("model", 70, k=2, generation=999_999_999, attempt=A): FileName(FileKind.BLOB, 999_999_999, A, "model", 70, 2),
-        temporary_manifest_name(1, A): FileName(FileKind.TEMPORARY, 1, A),
+        f"manifest-1.json.{A}.tmp": FileName(FileKind.TEMPORARY, 1, A),
         f"{index_name(3, A)}.{A}.tmp": FileName(FileKind.TEMPORARY, 3, A),
     }
     assert expected == {name: parse_name(name) for name in expected}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anyshard.errors import CheckpointDamaged
+from anyshard.errors import CheckpointDamaged, UnsupportedValue
 from anyshard.records.values import ValueLimits, ValueRegistry, decode_value, encode_value
 from anyshard.records.values_kinds import Code
 from anyshard.records.values_scan import scan
@@ -71,6 +71,9 @@ def test_malformed_messagepack_is_damage(data):
     assert "blob-1" == caught.value.file
 
 
+# Multiples of the modulus of hash(int): each has the hash 0.
+COLLIDING = [msgspec.msgpack.Ext(int(Code.INT), pack((k * (2**61 - 1)).to_bytes(10, "big"))) for k in range(1001)]
+
 PAYLOADS = [
     (Code.MARK, ["a"]),
     (Code.MARK, ["a", "code"]),
@@ -83,6 +86,9 @@ PAYLOADS = [
     (Code.SET, [1, True]),
     (Code.SET, [[]]),
     (Code.FROZENSET, [{}]),
+    (Code.SET, COLLIDING),
+    (Code.FROZENSET, COLLIDING),
+    (Code.DICT, [part for member in COLLIDING for part in (member, None)]),
     (Code.DICT, [1]),
     (Code.DICT, [[], 1]),
     (Code.DICT, [1, 2, 1.0, 3]),
@@ -131,6 +137,17 @@ def test_malformed_payloads_are_damage(code, payload):
     for data in (ext(code, payload), ext(Code.TUPLE, [msgspec.Raw(ext(code, payload))])):
         with pytest.raises(CheckpointDamaged, match=r"^blob-1: .*damage"):
             decode(data)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, dict.fromkeys])
+def test_members_that_share_a_hash_are_refused_at_save_too(kind):
+    """What a load would refuse is not saved; 64 such members are few enough for both."""
+    numbers = [k * (2**61 - 1) for k in range(65)]
+    with pytest.raises(UnsupportedValue, match=r"at most 64 with the same hash, found 65") as caught:
+        encode_value({"a": kind(numbers)}, address="extra", registry=REGISTRY)
+    assert "extra/a" == caught.value.address
+    few = kind(numbers[1:])
+    assert few == decode(encode_value(few, address="extra", registry=REGISTRY))
 
 
 def test_attributes_cannot_reach_the_class():

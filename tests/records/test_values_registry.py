@@ -118,6 +118,16 @@ def test_a_failing_decoder_is_named():
         decode(data, registry)
 
 
+def test_a_reserved_value_that_cannot_be_made_here_is_kept_whole():
+    """A dtype or device that this process lacks is no damage: it comes as a record, and saving that changes no byte."""
+    entry = RegisteredType("torch.Other", Other, lambda _: ["cuda:0"], lambda _: 1 / 0)
+    registry = ValueRegistry().extended([entry])
+    data = encode({"a": [Other(), 5]}, registry)
+    found = decode(data, registry)
+    assert ("torch.Other", ["cuda:0"], 5) == (found["a"][0].name, found["a"][0].payload, found["a"][1])
+    assert data == encode(found, registry)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [

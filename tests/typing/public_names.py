@@ -25,6 +25,7 @@ def check_checkpoint(url: str) -> None:
         assert_type(checkpoint.step, int | None)
         assert_type(checkpoint.addresses(), tuple[str, ...])
         assert_type(checkpoint["model/weight"], Any)
+    anyshard.open(url, options=anyshard.LoadOptions(threads=1), sinks=[anyshard.LoggingSink()]).close()
 
 
 def check_misspelling() -> None:

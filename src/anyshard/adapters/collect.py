@@ -43,8 +43,8 @@ class _Leaf:
 
 
 def is_stored_leaf(value: object) -> bool:
-    """Whether a value is stored as an extent of its own, with a mark in the tree."""
-    if isinstance(value, torch.Tensor):
+    """Whether a value is stored as an extent of its own, with a mark in the tree; a mark itself counts, to be refused."""
+    if isinstance(value, (torch.Tensor, TensorMark)):
         return True
     if type(value) is np.ndarray:
         return value.nbytes >= LARGE_VALUE_NBYTES
@@ -101,6 +101,8 @@ class Collector:
     def _take_leaf(self, value: object, address: str) -> object:
         if isinstance(value, torch.Tensor):
             return self._take_tensor(value, address)
+        if isinstance(value, TensorMark):
+            raise _refuse_mark(value, address)
         if not is_stored_leaf(value):
             return value
         if isinstance(value, np.ndarray):
@@ -121,6 +123,14 @@ class Collector:
             raise InvalidAppState(f"{show(address)}: expected one tensor with this address, found two; rename one of them")
         self._leaves[address] = leaf
         return TensorMark(address, kind)
+
+
+def _refuse_mark(mark: TensorMark, address: str) -> UnsupportedValue:
+    return UnsupportedValue(
+        f"{show(address)}: expected data, found the mark of a {mark.kind} of another checkpoint; read it first, by "
+        f"checkpoint[{show(mark.address)!r}]",
+        address=address,
+    )
 
 
 def _leaf_of_array(array: NDArray[Any], address: str) -> _Leaf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from anyshard.errors import Difference, Mismatch
@@ -14,36 +14,53 @@ _PRESENT = "in the checkpoint"
 
 
 @final
+class _Glob:
+    """One glob of `only` or `exclude`."""
+
+    def __init__(self, glob: str) -> None:
+        self._itself = Globs((glob,))
+        # No set ends in a star, so that trailing ones are always a token of their own.
+        self._before_star = Globs((glob.rstrip("*"),) if glob.endswith("*") else ())
+
+    def matches(self, address: str) -> bool:
+        return self._itself.match(address)
+
+    def matches_whole(self, address: str) -> bool:
+        """Whether it matches the address, or anything right below it, whatever that is called."""
+        return self._itself.match(address) or self._before_star.match(f"{address}/")
+
+
+@final
 class Selection:
     """Which addresses `only` and `exclude` let through; remembers the globs that matched nothing."""
 
     def __init__(self, only: Sequence[str], exclude: Sequence[str]) -> None:
-        self._only = {glob: Globs((glob,)) for glob in only}
-        self._exclude = {glob: Globs((glob,)) for glob in exclude}
+        self._only = {glob: _Glob(glob) for glob in only}
+        self._exclude = {glob: _Glob(glob) for glob in exclude}
         self._used: set[str] = set()
 
     def takes(self, address: str) -> bool:
         """Whether a tensor is selected."""
-        return self._lets_through((address,))
+        return self._lets_through(lambda glob: glob.matches(address))
 
     def takes_whole(self, address: str) -> bool:
-        """Whether something that is loaded as one is selected: by its address, or by a glob for all below it."""
-        return self._lets_through((address, f"{address}/*"))
+        """Whether something that is loaded as one is selected: by its address, or by a glob for all below it (`a/*`, `a/**`)."""
+        return self._lets_through(lambda glob: glob.matches_whole(address))
 
     def list_unused(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The globs of `only` and of `exclude` that have matched nothing so far."""
         return tuple(g for g in self._only if g not in self._used), tuple(g for g in self._exclude if g not in self._used)
 
-    def _lets_through(self, spellings: tuple[str, ...]) -> bool:
+    def _lets_through(self, matches: Callable[[_Glob], bool]) -> bool:
         # Every glob is asked, so that each one that matches counts as used.
-        excluded = self._match(self._exclude, spellings)
-        wanted = self._match(self._only, spellings)
+        excluded = self._match(self._exclude, matches)
+        wanted = self._match(self._only, matches)
         return not excluded and (wanted or not self._only)
 
-    def _match(self, globs: dict[str, Globs], spellings: tuple[str, ...]) -> bool:
+    def _match(self, globs: dict[str, _Glob], matches: Callable[[_Glob], bool]) -> bool:
         if not globs:
             return False
-        used = [glob for glob, compiled in globs.items() if any(map(compiled.match, spellings))]
+        used = [glob for glob, compiled in globs.items() if matches(compiled)]
         self._used.update(used)
         return bool(used)
 

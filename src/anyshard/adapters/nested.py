@@ -157,9 +157,14 @@ def load_container(live: Any, node: object, address: str, *, visit: Visit, intak
 
 
 def _list_stored(live: object, node: object, address: str) -> dict[str, object] | None:
-    if not is_container(node) or isinstance(node, (list, tuple)) != isinstance(live, (list, tuple)):
+    if not is_container(node) or _is_sequence(node) != _is_sequence(live):
         return None
     return dict(zip(list_components(node, address=address), (item for _, item in list_items(node)), strict=True))
+
+
+def _is_sequence(container: object) -> bool:
+    """Whether items go by position; those of all other containers go by key."""
+    return isinstance(container, (list, tuple, deque))
 
 
 def _replace_items(live: Any, settled: list[tuple[Any, object, object]]) -> Any:

@@ -6,7 +6,7 @@ pretended. Options that describe the implementation (fused, foreach, ...) stay a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -66,7 +66,7 @@ def load_optimizers(
     loader.compare_kinds(optimizers)
     loader.load_groups(groups)
     loader.load_state(groups)
-    loader.load_other(optimizers[0])
+    loader.load_other(optimizers)
     loader.refuse_surplus({name for group in groups for name in group.names})
     hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     if any(vars(optimizer).get(hook) for optimizer in optimizers for hook in hooks):
@@ -211,7 +211,7 @@ class _OptimizerLoader:
                 expected="all parts of a state that the live optimizer does not have yet, or none",
                 found=f"{', '.join(str(key) for key in node if key not in slots)} not selected",
             )
-        for key in (live or {}).keys() - node.keys():
+        for key in [key for key in live or {} if key not in node]:
             at = join_address(address, component(key, within=address))
             if self._findings.selection.takes_whole(at):
                 self._findings.miss(at)
@@ -254,14 +254,22 @@ class _OptimizerLoader:
         pairs = zip(list_items(live), list_items(node), strict=True)
         return all(self._fits(item, child) for (_, item), (_, child) in pairs)
 
-    def load_other(self, optimizer: torch.optim.Optimizer) -> None:
-        """State that belongs to no parameter is replaced, entry by entry."""
-        state: dict[Any, Any] = optimizer.state
+    def load_other(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Replace state that belongs to no parameter, entry by entry: in the optimizer that has it, else in the first."""
+        states: list[dict[Any, Any]] = [optimizer.state for optimizer in optimizers]
         for key, node in self._stored.other.items():
             at = join_address(self._address, "other", component(key))
             if self._findings.selection.takes_whole(at):
+                state = next((state for state in states if key in state), states[0])
                 settle = self._load_slot(state.get(key), node, at, new_tensor=_make_on(()))
                 self._intake.later(Phase.OPTIMIZERS, partial(_set_item, state, key, settle))
+        self._miss_other({key: None for state in states for key in state if isinstance(key, str)})
+
+    def _miss_other(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            at = join_address(self._address, "other", component(key))
+            if key not in self._stored.other and self._findings.selection.takes_whole(at):
+                self._findings.miss(at)
 
     def refuse_surplus(self, names: set[str]) -> None:
         """Record stored parameters that no live optimizer has."""

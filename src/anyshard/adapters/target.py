@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -115,6 +115,17 @@ def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...
     )
 
 
+# What objects would refuse by themselves, but only when tensors have been filled already: type, check, expected, found.
+_STATEFUL_REFUSALS: tuple[tuple[type, Callable[[Any, object], bool], str, str], ...] = (
+    (
+        torch.amp.GradScaler,
+        lambda live, node: live.is_enabled() and node == {},
+        "the state of an enabled GradScaler",
+        "that of a disabled one",
+    ),
+)
+
+
 @final
 class _Loader:
     def __init__(self, app_state: Mapping[str, object], surveyed: Survey, intake: Intake) -> None:
@@ -156,10 +167,11 @@ class _Loader:
 
     def _load_stateful(self, live: Any, node: object, address: str) -> None:
         # Its state_dict() is never asked for: that may start workers or move random state.
-        if isinstance(live, torch.amp.GradScaler) and live.is_enabled() and node == {}:
-            # It would refuse by itself, but only when tensors have been filled already.
-            self.intake.findings.refuse(address, expected="the state of an enabled GradScaler", found="that of a disabled one")
-        elif self.intake.findings.selection.takes_whole(address):
+        for kind, refuses, expected, found in _STATEFUL_REFUSALS:
+            if isinstance(live, kind) and refuses(live, node):
+                self.intake.findings.refuse(address, expected=expected, found=found)
+                return
+        if self.intake.findings.selection.takes_whole(address):
             make = self.intake.take_whole(node, address)
             self.intake.later(Phase.STATEFULS, lambda: live.load_state_dict(make()))
 

@@ -150,7 +150,7 @@ def _bits_from(array: NDArray[np.generic]) -> torch.Tensor:
 
 
 def source_of(tensor: torch.Tensor, address: str) -> Source:
-    """A source of the tensor's bytes that copies nothing now; raises as `check_storable` does."""
+    """A source of the tensor's bytes, which copies none now but those of conj and neg views; raises as `check_storable` does."""
     check_storable(tensor, address)
     bits = bits_of(tensor)
     return ArraySource(array_bits(bits.numpy())) if bits.device.type == "cpu" else DeviceSource(bits)

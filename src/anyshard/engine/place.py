@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from anyshard.engine.bell import Bell
+from anyshard.errors import StorageStuck
 from anyshard.records.handles import BITS_DTYPES, Destination
 from anyshard.records.load_plan import LoadPlan
 
@@ -42,12 +44,22 @@ class Placer:
             self._bell.ring()
         return True
 
-    def close(self) -> None:
-        """From here on nothing is placed: a thread that a failed load left behind must not write over what comes after it."""
+    def close(self, timeout_s: float) -> None:
+        """From here on nothing is placed: a thread that a failed load left behind must not write over what comes after it.
+
+        Raises `StorageStuck` if a copy that has begun does not end in time (to a device that hangs, say).
+        """
         with self._lock:
             self._is_closed = True
+        deadline_s = time.monotonic() + timeout_s
         while self._num_placing:  # copies in memory, which end soon
-            self._bell.wait(_POLL_S)
+            if time.monotonic() >= deadline_s:
+                raise StorageStuck(
+                    f"expected {self._num_placing} copies into the app state to end within {timeout_s:.1f} s, found that they go "
+                    "on: its tensors may still change. Use it no more; check its devices, then begin a new process",
+                    file="",
+                )
+            self._bell.wait(min(_POLL_S, timeout_s))
 
     def _place(self, read: int, data: memoryview) -> None:
         plan, start = self._plan, int(self._plan.reads.start[read])

@@ -20,17 +20,19 @@ from anyshard.engine.blocks import BlockPool, Loan
 from anyshard.engine.crew import Crew, Patience
 from anyshard.engine.place import Placer
 from anyshard.engine.readers import OpenFiles, SharedReader
-from anyshard.errors import CheckpointDamaged
+from anyshard.errors import CheckpointDamaged, StorageStuck
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import show
 from anyshard.records.digests import cell_digests, check_digest
 from anyshard.records.handles import Destination
-from anyshard.records.load_plan import LoadPlan
+from anyshard.records.load_plan import BlobLayout, LoadPlan
 from anyshard.records.manifest import BlobEntry, Manifest
-from anyshard.records.tail import HEAD_NBYTES, Tail, decode_tail, encode_head
+from anyshard.records.tail import BLOB_ALIGNMENT, HEAD_NBYTES, MIN_CELL_NBYTES, Tail, decode_tail, encode_head, max_raw_nbytes
+from anyshard.records.values_types import ValueLimits
 from anyshard.storage.protocol import Store
 
 _SHOWN = 5
+_TAIL_SLACK_NBYTES = 16 * BLOB_ALIGNMENT  # padding and footer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,18 @@ class OpenBlobs:
         self._blobs = blobs
         self._job = job
         self._pool = pool
+        self._tails = {position: blob.tail for position, blob in blobs.items()}
+        self._layouts = {position: BlobLayout.of(tail) for position, tail in self._tails.items()}
 
     @property
     def tails(self) -> Mapping[int, Tail]:
         """The checked tails by the blobs' positions in the manifest's list."""
-        return {position: blob.tail for position, blob in self._blobs.items()}
+        return self._tails
+
+    @property
+    def layouts(self) -> Mapping[int, BlobLayout]:
+        """What planning needs of the tails."""
+        return self._layouts
 
     def read_values(self, section: str, *, rank: int = 0) -> bytes:
         """The verified payload of the values slot of a section, as `rank` wrote it."""
@@ -115,6 +124,8 @@ class OpenBlobs:
         if blob.tail.identity.k != 0:
             raise _damaged(blob.entry, "the first blob of its section, k =", 0, blob.tail.identity.k)
         position, nbytes = int(blob.tail.position[-1]), int(blob.tail.nbytes[-1])
+        if nbytes > (limit := ValueLimits().max_nbytes):
+            raise _damaged(blob.entry, "length of the values at most", limit, nbytes)
         start, stop = blob.grow_to_cells(position, position + nbytes)
         data = memoryview(bytearray(stop - start))
         with Crew(1, name="anyshard-read", patience=self._job.patience) as crew:  # so that a stuck read ends
@@ -143,8 +154,14 @@ class OpenBlobs:
             with crew:
                 for read in range(len(run.plan.reads)):
                     crew.submit(partial(run.do, read, crew=crew, loan=loan, events=self._job.events))
+        except BaseException as error:
+            try:
+                run.close(self._job.patience.timeout_s)
+            except StorageStuck:
+                if isinstance(error, Exception):  # Ctrl-C stays what it is
+                    raise
+            raise
         finally:
-            run.close()
             loan.settle(is_in_use=crew.has_stragglers)
 
     def _find_first(self, section: str, rank: int) -> int:
@@ -172,10 +189,10 @@ class _Run:
             events.event("load.read.done", file=blob.entry.name, nbytes=stop - start)
         loan.release(block)
 
-    def close(self) -> None:
-        """Nothing is placed any more, not even by a thread that was left behind."""
+    def close(self, timeout_s: float) -> None:
+        """Nothing is placed any more, not even by a thread that was left behind; `StorageStuck` if one cannot be waited for."""
         if self._placer is not None:
-            self._placer.close()
+            self._placer.close(timeout_s)
 
 
 def _read_checked(blob: OpenBlob, start: int, out: memoryview, *, crew: Crew) -> None:
@@ -185,11 +202,21 @@ def _read_checked(blob: OpenBlob, start: int, out: memoryview, *, crew: Crew) ->
 
 def _open_blob(manifest: Manifest, position: int, reader: SharedReader, *, crew: Crew, into: dict[int, OpenBlob]) -> None:
     entry = manifest.blobs[position]
-    data = _read(reader, entry.tail_position, nbytes=entry.nbytes - entry.tail_position, crew=crew)
+    nbytes = entry.nbytes - entry.tail_position
+    if nbytes > (limit := _max_tail_nbytes(entry.tail_position, manifest.num_slots)):
+        raise _damaged(entry, "length of the tail at most", limit, nbytes)
+    data = _read(reader, entry.tail_position, nbytes=nbytes, crew=crew)
     check_digest(data, entry.tail_digest, file=entry.name)
     tail = decode_tail(data, tail_position=entry.tail_position, max_slots=manifest.num_slots, file=entry.name)
     _check_identity(entry, tail, head=_read(reader, 0, nbytes=HEAD_NBYTES, crew=crew))
     into[position] = OpenBlob(entry, reader, tail)
+
+
+def _max_tail_nbytes(tail_position: int, num_slots: int) -> int:
+    """Upper bound of the length of a tail. The file's own length is none: a sparse file has any, for nothing."""
+    raw_nbytes = max_raw_nbytes(num_slots)
+    stored_nbytes = raw_nbytes + raw_nbytes // 128  # what does not compress grows a little
+    return stored_nbytes + 8 * -(-tail_position // MIN_CELL_NBYTES) + _TAIL_SLACK_NBYTES
 
 
 def _read(reader: SharedReader, position: int, *, nbytes: int, crew: Crew) -> bytes:

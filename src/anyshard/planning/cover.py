@@ -1,4 +1,4 @@
-"""Cover: whether the shards of a table hold every logical tensor exactly once. Asked before a commit, and of every index read."""
+"""Cover: whether the shards of a table hold every logical tensor exactly once. Asked before a commit, never at a read."""
 
 from __future__ import annotations
 

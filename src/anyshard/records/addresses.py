@@ -9,7 +9,7 @@ was: the value codec keeps the true types.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 import xxhash
@@ -97,21 +97,37 @@ class Globs:
     """Address globs, compiled once: `*` and `?` stay within a component, `**` crosses `/`, `[...]` and `[!...]` are sets."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = tuple(patterns)
         self._pattern = re.compile("|".join(f"(?:{_translate(pattern)})" for pattern in patterns) if patterns else r"(?!)")
 
     def match(self, address: str) -> bool:
         """Whether at least one of the globs matches the whole address."""
         return self._pattern.fullmatch(address) is not None
 
+    def can_match_in(self, address: str) -> bool:
+        """Whether a glob matches `address`, or may match something below it."""
+        return any(Globs((start,)).match(address) for pattern in self._patterns for start in _list_starts(pattern))
 
-def matches(address: str, patterns: Sequence[str]) -> bool:
-    """Whether at least one glob matches the whole address. For many addresses make one `Globs`."""
-    return Globs(patterns).match(address)
+    def match_all_below(self, address: str) -> bool:
+        """Whether one glob matches everything below `address`, whatever that is."""
+        starts = [pattern.rstrip("*") for pattern in self._patterns if pattern.endswith("**")]
+        return any(Globs((start,)).match(below) for start in starts for below in (f"{address}/", address))
 
 
 def escape(text: str) -> str:
     """A glob that matches `text` and nothing else."""
     return re.sub(r"[*?\[]", r"[\g<0>]", text)
+
+
+def _list_starts(glob: str) -> Iterator[str]:
+    """Globs for the addresses at and below which a glob may match: itself, and it up to each slash or `**` in it."""
+    tokens = _GLOB_TOKEN.findall(glob)
+    for end, token in enumerate(tokens):
+        if token == "/":
+            yield "".join(tokens[:end])
+        elif token.startswith("**"):
+            yield "".join(tokens[: end + 1])
+    yield glob
 
 
 def _translate(glob: str) -> str:

@@ -13,11 +13,10 @@ from anyshard.errors import UnsupportedFormat
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One element type: its name (torch's, without `torch.`), bytes per stored element, values in each."""
+    """One element type: its name (torch's, without `torch.`) and bytes per stored element."""
 
     name: str
     itemsize: int
-    values_per_element: int = 1
 
 
 _NAMES_BY_SIZE = {
@@ -32,7 +31,7 @@ _NAMES_BY_SIZE = {
 }
 
 DTYPES = {name: Dtype(name, size) for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
-DTYPES["float4_e2m1fn_x2"] = Dtype("float4_e2m1fn_x2", 1, 2)
+DTYPES["float4_e2m1fn_x2"] = Dtype("float4_e2m1fn_x2", 1)
 
 
 def find_dtype(name: str) -> Dtype:

@@ -84,11 +84,6 @@ def manifest_name(generation: int) -> str:
     return _checked(f"manifest-{generation}.json", MANIFEST)
 
 
-def temporary_manifest_name(generation: int, attempt: str) -> str:
-    """Name under which a manifest is written before it is published (only on stores that need one)."""
-    return _checked(f"manifest-{generation}.json.{attempt}.tmp", TEMPORARY_MANIFEST)
-
-
 def index_name(generation: int, attempt: str) -> str:
     """Name of the index of one attempt."""
     return _checked(f"index-{generation}-{attempt}.parquet", INDEX)

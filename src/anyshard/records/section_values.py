@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from anyshard.errors import CheckpointDamaged
+from anyshard.records.addresses import component
 from anyshard.records.values import ValueRegistry, decode_value, encode_value
 from anyshard.records.values_types import ValueLimits
 
@@ -22,8 +23,8 @@ _INNER = ValueLimits(_WHOLE.max_nbytes - len(_HEADER), _WHOLE.max_depth - 1, _WH
 
 
 def encode_section(tree: object, *, section: str, registry: ValueRegistry) -> bytes:
-    """The payload that holds `tree`; errors name addresses below the section."""
-    return _HEADER + encode_value(tree, address=section, registry=registry, limits=_INNER)
+    """The payload that holds `tree`; errors name the address in the app state."""
+    return _HEADER + encode_value(tree, address=component(section), registry=registry, limits=_INNER)
 
 
 def decode_section(data: bytes, *, registry: ValueRegistry, file: str) -> object:

@@ -40,7 +40,8 @@ code  value                     payload
 
 dtype names are those of `records/dtypes.py`. Where a payload says int, an int beyond 64 bits stands as code 2. A reader refuses
 every other code.
-Limits (`ValueLimits`): 64 MiB in all, 64 nested arrays and maps, 2 million objects, those within extensions counted too.
+Limits (`ValueLimits`): 64 MiB in all, 64 nested arrays and maps, 2 million objects, those within extensions counted too. Of more
+than 1,000 members of a set, or keys of a code-7 dict, at most 64 may have the same hash in Python.
 
 Encoding the same value gives the same bytes in every process. Types are kept exactly: a value whose type is a subclass of a
 type above, but not itself in the table or registered, is refused with the address of the element. A named tuple comes back
@@ -124,7 +125,8 @@ def decode_value(
 ) -> object:
     """The value of encoded bytes, with marks as `TensorMark`; nothing is built before shape and limits have been checked.
 
-    Calls no code but that of the standard library, NumPy and `registry`. A name that the registry lacks gives `Unregistered`.
+    Calls no code but that of the standard library, NumPy and `registry`. A name that the registry lacks gives `Unregistered`,
+    as does a value of a reserved name that cannot be made here.
     Raises `CheckpointDamaged` naming `file` where the bytes are not what `encode_value` gives, and `InvalidRegistration` where
     a registered decoder fails.
     """
@@ -342,8 +344,9 @@ class _Decoder:
         try:
             return entry.decode(stored)
         except Exception as error:  # The decoder is the user's code; whatever it raises gets the name and the file.
+            # Ours, of a device or dtype that this process lacks: the rest of the tree can still be read.
             if name.startswith(RESERVED_PREFIXES):
-                raise ValueError(f"expected a payload of {name!r}, found another: {error!r}") from error
+                return Unregistered(name, stored, bytes(data))
             raise InvalidRegistration(
                 f"{show(self._file)}: the decoder registered as {name!r} failed on a stored value: {error!r}; correct it and "
                 "register it again with anyshard.register_value"

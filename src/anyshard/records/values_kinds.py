@@ -16,7 +16,7 @@ import pathlib
 import types
 import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -27,6 +27,8 @@ from anyshard.records import values_numpy
 from anyshard.records.values_types import LARGE_VALUE_NBYTES, NamedTupleRecord, TensorMark, Unregistered
 
 MAX_INT_NBYTES = LARGE_VALUE_NBYTES
+# A set or dict whose members share one hash takes time quadratic in them: small ones may, larger ones only a little.
+MAX_EQUAL_HASHES = 64
 
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}
 _NAMESPACES: dict[str, type] = {kind.__name__: kind for kind in (types.SimpleNamespace, argparse.Namespace)}
@@ -153,16 +155,36 @@ def _make_int(payload: object) -> int:
     return int.from_bytes(data, "big", signed=True)
 
 
+def _check_hashes(members: Collection[object]) -> None:
+    if len(members) <= MAX_EQUAL_HASHES:
+        return
+    most = max(Counter(map(hash, members)).values())
+    if most > MAX_EQUAL_HASHES:
+        raise ValueError(f"expected members, at most {MAX_EQUAL_HASHES} with the same hash, found {most}; use a list")
+
+
+def _take_set(value: set[object] | frozenset[object]) -> Members:
+    _check_hashes(value)
+    return Members(value)
+
+
 def _make_set(payload: object) -> set[object]:
     items = _read(payload, list)
+    _check_hashes(items)
     members = set(items)
     if len(members) != len(items):
         raise ValueError("expected members of a set to differ, found two equal ones")
     return members
 
 
+def _take_dict(value: dict[object, object]) -> Pairs:
+    _check_hashes(value)
+    return Pairs(value.items())
+
+
 def _make_dict(payload: object) -> dict[object, object]:
     flat = _read(payload, list)
+    _check_hashes(flat[::2])
     made = dict(zip(flat[::2], flat[1::2], strict=True))
     if 2 * len(made) != len(flat):
         raise ValueError("expected keys of a dict to differ, found two equal ones")
@@ -260,9 +282,9 @@ _KINDS = (
     Kind(Code.INT, (int,), _take_int, _make_int),
     Kind(Code.COMPLEX, (complex,), lambda v: Fields([v.real, v.imag]), lambda p: complex(*read_fields(p, float, float))),
     Kind(Code.TUPLE, (tuple,), list, lambda p: tuple(_read(p, list))),
-    Kind(Code.SET, (set,), Members, _make_set),
-    Kind(Code.FROZENSET, (frozenset,), Members, lambda p: frozenset(_make_set(p))),
-    Kind(Code.DICT, (dict,), lambda v: Pairs(v.items()), _make_dict),
+    Kind(Code.SET, (set,), _take_set, _make_set),
+    Kind(Code.FROZENSET, (frozenset,), _take_set, lambda p: frozenset(_make_set(p))),
+    Kind(Code.DICT, (dict,), _take_dict, _make_dict),
     Kind(Code.ORDERED_DICT, (OrderedDict,), lambda v: Fields([dict(v)]), lambda p: OrderedDict(*read_fields(p, dict))),
     Kind(Code.COUNTER, (Counter,), lambda v: Fields([dict(v)]), lambda p: Counter(*read_fields(p, dict))),
     Kind(Code.DEFAULT_DICT, (defaultdict,), _take_default_dict, _make_default_dict),

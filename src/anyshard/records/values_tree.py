@@ -33,7 +33,7 @@ def is_container(value: object) -> bool:
 
 
 def list_items(container: Any) -> list[tuple[object, object]]:
-    """The (key or position, item) pairs of a container; `is_sequence` says which of the two."""
+    """The (key, item) pairs of a container; of lists, tuples and deques the (position, item) pairs."""
     if type(container) in _MAPPINGS:
         return list(container.items())
     if type(container) in _NAMESPACES:

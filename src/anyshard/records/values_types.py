@@ -26,7 +26,9 @@ class TensorMark:
 
 @dataclass(frozen=True, slots=True)
 class Unregistered:
-    """A stored value of a registered type whose name nobody registered in this process. Saving it again keeps it whole.
+    """A stored value of a registered type that cannot be made in this process. Saving it again keeps it whole.
+
+    Nobody registered its name here or, if it is one of torch's own, this torch lacks its dtype or device.
 
     Two are equal if their stored bytes are, so that they can stand in a set or as a key as the value itself did.
     """

@@ -103,6 +103,6 @@ def _call(name: str, *arguments: object) -> None:
     if function is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     ctypes.set_errno(0)
-    if function(*arguments) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    while function(*arguments) != 0:
+        if (code := ctypes.get_errno()) != errno.EINTR:  # a signal is no failure; its handler has run by now (as in PEP 475)
+            raise OSError(code, os.strerror(code))
