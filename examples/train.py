@@ -70,10 +70,13 @@ def make_app_state(num_steps: int) -> dict[str, Any]:
 
 
 def load_newest(run: Path, app_state: dict[str, Any], *, exclude: tuple[str, ...]) -> int | None:
-    """Load the newest step that loads and return its number, or None if there is none."""
+    """Load the newest step that loads and return its number, or None if there is none.
+
+    `verify="first"` finds damage before anything is filled, so a damaged step leaves nothing behind in the one before.
+    """
     for path in sorted(run.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
         try:
-            report = anyshard.load(path, app_state, exclude=exclude)
+            report = anyshard.load(path, app_state, exclude=exclude, verify="first")
         except (anyshard.CheckpointNotFound, anyshard.CheckpointDamaged) as error:
             print(f"  {path.name} is passed over: {error}")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -24,6 +25,8 @@ from anyshard.reports import LoadReport, SaveReport
 from anyshard.storage.protocol import Store
 from anyshard.storage.resolve import open_store
 from anyshard.storage.wrappers.timed import TimedStore
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,7 +64,9 @@ class Checkpointer:
             intent = SaveIntent(find_step(operation.store, step), overwrite, options, self._parent)
             pool = self._pool(options.byte_budget, options.block_nbytes)
             registry = self._registry.extended(torch_types())
-            return SaveOperation(operation, intent, pool=pool, registry=registry).run(app_state)
+            report = SaveOperation(operation, intent, pool=pool, registry=registry).run(app_state)
+        _log_warnings(report)
+        return report
 
     def load(
         self,
@@ -76,7 +81,9 @@ class Checkpointer:
 
         check_single_process()
         with self._operating("load", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
-            return _read_again(lambda: self._load(operation, app_state, options))
+            report = _read_again(lambda: self._load(operation, app_state, options))
+        _log_warnings(report)
+        return report
 
     def _load(self, operation: Operation, app_state: Mapping[str, object], options: LoadOptions) -> LoadReport:
         from anyshard.adapters.values import torch_types
@@ -115,6 +122,12 @@ class Checkpointer:
             if key not in self._pools:
                 self._pools = {key: BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)}
             return self._pools[key]
+
+
+def _log_warnings(report: SaveReport | LoadReport) -> None:
+    # Reports are easily dropped, and a warning there may be the only sign of, say, another optimizer's state.
+    for warning in report.warnings:
+        logger.warning("%s: %s", report.url, warning)
 
 
 def _read_again(read: Callable[[], T]) -> T:

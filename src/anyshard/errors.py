@@ -107,7 +107,7 @@ class StateMismatch(AnyshardError, ValueError):
         if len(differences) > self.SHOWN:
             lines.append(f"  ... and {len(differences) - self.SHOWN} more")
         super().__init__(
-            f"{checkpoint} does not fit the app state at {len(differences)} address(es); nothing was changed.\n"
+            f"{checkpoint} does not fit the app state (differences: {len(differences)}); nothing was changed.\n"
             + "\n".join(lines)
             + f"\n{hint}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from anyshard.records.addresses import show
 from anyshard.records.arrays import numpy_dtype
@@ -61,6 +61,11 @@ class StoredTensor:
         bits = self.bits([low for low, _, _ in bounds], [length for _, length, _ in bounds])
         part: NDArray[Any] = self._typed(bits)[tuple(pick for _, _, pick in bounds)]
         return part
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001 - NumPy's protocol
+        if copy is False:
+            raise ValueError("a stored tensor has no array to share: its bytes are read for each caller")
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
 
     def __repr__(self) -> str:
         return f"<StoredTensor {show(self.address)} {self.dtype}{list(self.shape)}>"

@@ -247,3 +247,16 @@ def test_deep_state_is_refused() -> None:
         deep = [deep]
     with pytest.raises(anyshard.AnyshardError):
         anyshard.save(MemoryStore(), {"deep": deep, "t": {"deep": deep, "x": torch.zeros(1)}})
+
+
+def test_warnings_reach_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """State of another optimizer loads with a warning, which is in the report and in the log."""
+    model, store = torch.nn.Linear(2, 2), MemoryStore()
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    anyshard.save(store, {"optimizer": adam, "model": model})
+    caplog.clear()
+    report = anyshard.load(store, {"optimizer": torch.optim.SGD(model.parameters(), momentum=0.9), "model": model})
+    assert report.warnings
+    assert set(report.warnings) == {record.getMessage().removeprefix(f"{report.url}: ") for record in caplog.records}

@@ -54,6 +54,15 @@ def test_indexing_is_numpys(place: Path, key: Any) -> None:
     assert (expected.shape, expected.tolist()) == (found.shape, found.tolist())
 
 
+def test_numpy_takes_a_stored_tensor(place: Path) -> None:
+    """`np.asarray` reads all of it, also as another dtype; sharing its memory is refused."""
+    tensor = anyshard.open(place)["model/big"]
+    assert np.array_equal(BIG.numpy(), np.asarray(tensor))
+    assert np.float64 == np.asarray(tensor, dtype=np.float64).dtype
+    with pytest.raises(ValueError, match="no array to share"):
+        np.asarray(tensor, copy=False)
+
+
 @pytest.mark.parametrize("key", [600, (0, 0, 0), "a", 1.5, True, (..., ...)], ids=str)
 def test_wrong_index_is_an_index_error(place: Path, key: Any) -> None:
     """What NumPy's basic indexing does not know is IndexError."""
