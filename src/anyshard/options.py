@@ -15,13 +15,13 @@ GIB = 1 << 30
 # name -> what it sets. Read where options and a checkpointer are made, nowhere else.
 ENVIRONMENT = {
     "ANYSHARD_EVENTS": "path of a file to which every event is appended as one JSON line",
-    "ANYSHARD_STORAGE_THREADS": "number of reads or writes in flight (default 4)",
+    "ANYSHARD_STORAGE_THREADS": "number of reads or writes in flight (default 8)",
 }
 
 
 def default_threads() -> int:
-    """Reads or writes in flight: ANYSHARD_STORAGE_THREADS, else 4."""
-    text = os.environ.get("ANYSHARD_STORAGE_THREADS", "4")
+    """Reads or writes in flight: ANYSHARD_STORAGE_THREADS, else 8."""
+    text = os.environ.get("ANYSHARD_STORAGE_THREADS", "8")
     if not text.isdecimal() or int(text) == 0:
         raise InvalidOption(f"ANYSHARD_STORAGE_THREADS: expected a whole number above 0, found {text!r}; unset or correct it")
     return int(text)
@@ -37,7 +37,7 @@ class SaveOptions:
     """
 
     byte_budget: int = 64 * MIB
-    block_nbytes: int = 16 * MIB
+    block_nbytes: int = 8 * MIB
     threads: int = field(default_factory=default_threads)
     max_blob_nbytes: int = 16 * GIB
     overwrite_grace_s: float = 3600.0
@@ -68,7 +68,7 @@ class LoadOptions:
     cast: bool = False
     verify: Literal["filling", "first"] = "filling"
     byte_budget: int = 64 * MIB
-    block_nbytes: int = 16 * MIB
+    block_nbytes: int = 8 * MIB
     threads: int = field(default_factory=default_threads)
     timeout_s: float = 1800.0
 
