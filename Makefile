@@ -66,6 +66,8 @@ bench: $(STAMP)
 	$(BIN)/python scripts/import_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/save_load.py
+	$(BIN)/python benchmarks/ranks_memory.py
+	$(BIN)/python benchmarks/ranks.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import statistics
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import numpy as np
 
 MIB = 1 << 20
 BLOCK_NBYTES = 16 * MIB
+PAGE_NBYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,11 @@ def best_of(seconds: Mapping[str, list[float]], prefix: str) -> float:
 
 
 def report(name: str, seconds: Sequence[float], nbytes: float, **references: float) -> None:
-    """Print one JSON line: median GB/s, slowest and fastest, and the speed as a multiple of each reference (in seconds)."""
+    """Print one JSON line: median, slowest and fastest, and the speed as a multiple of each reference (in seconds)."""
     median = statistics.median(seconds)
     line = {
         "name": name,
+        "seconds": round(median, 3),
         "gb_per_s": round(nbytes / median / 1e9, 2),
         "slowest": round(nbytes / max(seconds) / 1e9, 2),
         "fastest": round(nbytes / min(seconds) / 1e9, 2),
@@ -60,56 +64,86 @@ def report(name: str, seconds: Sequence[float], nbytes: float, **references: flo
 class RawDisk:
     """O_DIRECT reads and writes with warm aligned buffers: what the disk gives to a program that does nothing else."""
 
-    def __init__(self, nbytes: int, max_threads: int) -> None:
-        self._nbytes = nbytes // BLOCK_NBYTES * BLOCK_NBYTES
-        memory = mmap.mmap(-1, max_threads * BLOCK_NBYTES)
+    def __init__(self, *, max_threads: int, block_nbytes: int = BLOCK_NBYTES) -> None:
+        memory = mmap.mmap(-1, max_threads * block_nbytes)
         memory.madvise(mmap.MADV_HUGEPAGE)
-        np.frombuffer(memory, np.uint8)[:] = 7
-        self._blocks = [memoryview(memory)[i * BLOCK_NBYTES : (i + 1) * BLOCK_NBYTES] for i in range(max_threads)]
+        np.frombuffer(memory, np.uint8)[:] = np.random.default_rng(7).integers(0, 256, len(memory), np.uint8)
+        self._block_nbytes = block_nbytes
+        self._blocks = [memoryview(memory)[i * block_nbytes : (i + 1) * block_nbytes] for i in range(max_threads)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one call moves."""
-        return self._nbytes
-
-    def write(self, path: Path, num_threads: int) -> None:
-        """Write a preallocated file durably."""
+    def write(self, path: Path, nbytes: int, *, num_threads: int) -> None:
+        """Write a preallocated file of `nbytes` (rounded up to whole pages) durably."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
-        os.posix_fallocate(descriptor, 0, self._nbytes)
-        self._move(lambda block, position: os.pwrite(descriptor, block, position), num_threads)
+        os.posix_fallocate(descriptor, 0, _round_up(nbytes))
+        self._move([descriptor], os.pwrite, num_threads)
         os.fdatasync(descriptor)
         os.close(descriptor)
 
-    def read(self, path: Path, num_threads: int) -> None:
-        """Read a file past the page cache."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._move(lambda block, position: os.preadv(descriptor, [block], position), num_threads)
-        os.close(descriptor)
+    def read(self, paths: Sequence[Path], *, num_threads: int) -> None:
+        """Read files past the page cache."""
+        descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+        self._move(descriptors, lambda descriptor, block, position: os.preadv(descriptor, [block], position), num_threads)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
-    def _move(self, call: Callable[[memoryview, int], int], num_threads: int) -> None:
+    def _move(self, descriptors: Sequence[int], call: Callable[[int, memoryview, int], int], num_threads: int) -> None:
+        spans = [span for descriptor in descriptors for span in self._cut(descriptor)]
+
         def work(number: int) -> None:
-            for position in range(number * BLOCK_NBYTES, self._nbytes, num_threads * BLOCK_NBYTES):
-                assert call(self._blocks[number], position) == BLOCK_NBYTES
+            for descriptor, position, nbytes in spans[number::num_threads]:
+                # The last page of a file that is read need not be whole.
+                assert call(descriptor, self._blocks[number][:nbytes], position) > nbytes - PAGE_NBYTES
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(work, range(num_threads)))
+
+    def _cut(self, descriptor: int) -> Iterator[tuple[int, int, int]]:
+        nbytes = _round_up(os.fstat(descriptor).st_size)
+        for position in range(0, nbytes, self._block_nbytes):
+            yield descriptor, position, min(self._block_nbytes, nbytes - position)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
+
+
+def fresh(path: Path) -> Callable[[], None]:
+    """What makes a place empty and lets the disk come to rest."""
+
+    def clear() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        drop_page_cache(path.parent)
+
+    return clear
 
 
 def drop_page_cache(root: Path) -> None:
     """Make the next read of the files below `root` come from the disk."""
     os.sync()
-    for path in filter(Path.is_file, root.rglob("*")):
+    for path in _list_files(root):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+    cached_nbytes = _count_cached(root)
+    assert cached_nbytes == 0, f"{cached_nbytes} bytes below {root} stayed in the page cache"
+
+
+def _count_cached(root: Path) -> int:
+    """Bytes of the files below `root` that are in the page cache, as mincore says."""
+    if not (files := _list_files(root)):
+        return 0
+    found = subprocess.run(["fincore", "--bytes", "--noheadings", "--output", "RES", *files], check=True, capture_output=True)
+    return sum(map(int, found.stdout.split()))
+
+
+def _list_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
 
 
 def fill_page_cache(root: Path) -> None:
     """Make the next read of the files below `root` come from the page cache."""
-    for path in filter(Path.is_file, root.rglob("*")):
+    for path in _list_files(root):
         with path.open("rb") as file:
             while file.read(BLOCK_NBYTES):
                 pass

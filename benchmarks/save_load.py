@@ -9,15 +9,14 @@ DCP saves with fsync. The ceiling of every ratio to raw is 1: raw moves the same
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
-from measure import Case, RawDisk, best_of, drop_page_cache, fill_page_cache, report, time_cases
+from measure import Case, RawDisk, best_of, drop_page_cache, fill_page_cache, fresh, report, time_cases
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
@@ -44,21 +43,14 @@ def load_with_dcp(state: dict[str, torch.Tensor], path: Path) -> None:
     dcp_load(state, storage_reader=FileSystemReader(path), no_dist=True)
 
 
-def fresh(path: Path) -> Callable[[], None]:
-    """Make a place empty and let the disk come to rest."""
-
-    def clear() -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True) if path.is_file() else None
-        drop_page_cache(path.parent)
-
-    return clear
-
-
 def save_cases(root: Path, state: dict[str, torch.Tensor], raw: RawDisk) -> list[Case]:
     """Raw writes, our save, DCP's saves. What they wrote last is what the load cases read."""
+    nbytes = count_nbytes(state)
     return [
-        *(Case(f"raw write, {n} threads", partial(raw.write, root / "raw", n), fresh(root / "raw")) for n in THREADS),
+        *(
+            Case(f"raw write, {n} threads", partial(raw.write, root / "raw", nbytes, num_threads=n), fresh(root / "raw"))
+            for n in THREADS
+        ),
         Case("anyshard save", lambda: anyshard.save(root / "ours", {"model": state}), fresh(root / "ours")),
         *(Case(f"dcp save, {n} threads", partial(save_with_dcp, state, root / "dcp", n), fresh(root / "dcp")) for n in THREADS),
     ]
@@ -68,12 +60,17 @@ def load_cases(root: Path, state: dict[str, torch.Tensor], raw: RawDisk) -> list
     """Cold: raw reads of the file that we load, our load, DCP's load. Then both loads from the page cache."""
     cold, ours, dcp = partial(drop_page_cache, root), partial(anyshard.load, root / "ours"), root / "dcp"
     return [
-        *(Case(f"raw read, {n} threads", lambda n=n: raw.read(find_blob(root / "ours"), n), cold) for n in THREADS),
+        *(Case(f"raw read, {n} threads", lambda n=n: raw.read([find_blob(root / "ours")], num_threads=n), cold) for n in THREADS),
         Case("anyshard load, cold", lambda: ours({"model": state}), cold),
         Case("dcp load, cold", lambda: load_with_dcp(state, dcp), cold),
         Case("anyshard load, warm", lambda: ours({"model": state}), partial(fill_page_cache, root / "ours")),
         Case("dcp load, warm", lambda: load_with_dcp(state, dcp), partial(fill_page_cache, dcp)),
     ]
+
+
+def count_nbytes(state: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in state.values())
 
 
 def find_blob(checkpoint: Path) -> Path:
@@ -90,24 +87,22 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP says so at every call; we know
     state = make_state(int(options.nbytes))
-    nbytes = sum(tensor.nbytes for tensor in state.values())
-    raw = RawDisk(nbytes, max(THREADS))
+    raw = RawDisk(max_threads=max(THREADS))
     with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory:
         root = Path(directory)
         seconds = time_cases([*save_cases(root, state, raw), *load_cases(root, state, raw)], repeats=options.repeats)
-    report_all(seconds, nbytes, scale=nbytes / raw.nbytes)
+    report_all(seconds, count_nbytes(state))
 
 
-def report_all(seconds: Mapping[str, list[float]], nbytes: int, *, scale: float) -> None:
-    """One line per case. `scale` makes the seconds of raw cases, which move whole blocks only, those of `nbytes`."""
+def report_all(seconds: Mapping[str, list[float]], nbytes: int) -> None:
+    """One line per case."""
     references = {
-        "anyshard save": {"raw": scale * best_of(seconds, "raw write"), "dcp": best_of(seconds, "dcp save")},
-        "anyshard load, cold": {"raw": scale * best_of(seconds, "raw read"), "dcp": best_of(seconds, "dcp load, cold")},
+        "anyshard save": {"raw": best_of(seconds, "raw write"), "dcp": best_of(seconds, "dcp save")},
+        "anyshard load, cold": {"raw": best_of(seconds, "raw read"), "dcp": best_of(seconds, "dcp load, cold")},
         "anyshard load, warm": {"dcp": best_of(seconds, "dcp load, warm")},
     }
     for name, values in seconds.items():
-        moved = nbytes / scale if name.startswith("raw") else nbytes
-        report(name, values, moved, **references.get(name, {}))
+        report(name, values, nbytes, **references.get(name, {}))
 
 
 if __name__ == "__main__":

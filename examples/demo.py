@@ -1,31 +1,43 @@
-"""The show behind `make demo`: a job is killed in the middle of a save, resumes, and ends as if nothing had happened.
+"""The show behind `make demo`: a job on 4 processes is killed in the middle of a save and goes on on 2, laid out in another way.
 
-Runs `train.py` four times: undisturbed; killed by SIGKILL while it saves; resumed; resumed with fresh optimizer moments, to show
-that the moments matter. Then reads the last checkpoint without torch. Exit code 1 if one of the claims is false.
+Runs `train.py` four times under torchrun: on 4 processes with FSDP2, undisturbed; the same, killed by SIGKILL while it saves;
+resumed on 2 processes with tensor parallelism; and once more with fresh optimizer moments, to show what a wrong state would look
+like. Then reads the checkpoint that crossed over without torch. Exit code 1 if one of the claims is false.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyshard
 
-STEPS, SAVE_EVERY, KILLED_AT = 30, 6, 18
+STEPS, SAVE_EVERY, KILLED_AT = 20, 5, 15
 LAST_GOOD = KILLED_AT - SAVE_EVERY
+NUM_PROCESSES = {"fsdp2": 4, "tp": 2}
+TOLERANCE = 1e-3  # relative; layouts add floats in another order, which shows at about 1e-7
+TIMEOUT_S = 120
 SHOWN = (
     "model/model.embed_tokens.weight",
     "model/model.layers.0.self_attn.q_proj.weight",
     "optimizer/state/model.layers.3.mlp.down_proj.weight/exp_avg_sq",
 )
+
+Job: TypeAlias = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +48,92 @@ class Claim:
     holds: bool
 
 
-def start(run: Path, *options: str) -> int:
-    """Run the job in a process of its own to its end; its return code (minus the signal, if it was killed)."""
-    command = [sys.executable, str(Path(__file__).with_name("train.py")), str(run), "--steps", str(STEPS)]
-    return subprocess.run([*command, *options], check=False).returncode
+# Jobs ------------------------------------------------------------------------------------------------------------------
 
 
-def train(run: Path, *options: str) -> dict[str, Any]:
+@contextmanager
+def launch(run: Path, parallelism: str, *options: str) -> Iterator[Job]:
+    """Start train.py on its processes; none of them outlives the `with` block."""
+    size = ("--nproc-per-node", str(NUM_PROCESSES[parallelism]))
+    arguments = ("--parallelism", parallelism, "--steps", str(STEPS), *options)
+    print("  $ torchrun", *size, "train.py", run.name, *arguments)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", *size)
+    script = str(Path(__file__).with_name("train.py"))
+    job = subprocess.Popen([*torchrun, script, str(run), *arguments], env={"OMP_NUM_THREADS": "1", **os.environ})
+    try:
+        yield job
+    finally:
+        kill(job)
+
+
+def kill(job: Job) -> None:
+    """Kill torchrun and all its ranks by SIGKILL, and return when they are gone."""
+    if job.poll() is not None:
+        return
+    job.send_signal(signal.SIGSTOP)  # it reaps nobody now, so the ids below stay those of its ranks
+    ranks = map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())
+    processes = [os.pidfd_open(pid) for pid in (job.pid, *ranks)]
+    for process in processes:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    for process in processes:
+        select.select([process], [], [], TIMEOUT_S)
+        os.close(process)
+
+
+def train(run: Path, parallelism: str, *options: str) -> dict[str, Any]:
     """Run the job to its end and return its result."""
-    result = run.parent / f"{run.name}.json"
-    code = start(run, "--result", str(result), *options)
+    with launch(run, parallelism, *options) as job:
+        code = job.wait(TIMEOUT_S)
     if code != 0:
         sys.exit(f"FAILED  train.py was expected to finish, and ended with {code}; its error is above")
-    outcome: dict[str, Any] = json.loads(result.read_text())
+    outcome: dict[str, Any] = json.loads(run.with_suffix(".json").read_text())
     return outcome
+
+
+def kill_in_save(run: Path) -> int:
+    """Run the job on FSDP2 and kill all its processes in the middle of a save; the return code of torchrun."""
+    options = ("--save-every", str(SAVE_EVERY), "--hold-in-save-of", str(KILLED_AT))
+    with launch(run, "fsdp2", *options) as job:
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(run.glob(f"step_{KILLED_AT}/data/optimizer/*"))) < NUM_PROCESSES["fsdp2"]:
+            if time.monotonic() > deadline or has_ended(job):
+                sys.exit(f"FAILED  every rank was expected to begin its file of step {KILLED_AT}, but not all did; see above")
+        kill(job)
+        return job.wait(TIMEOUT_S)
+
+
+def has_ended(job: Job) -> bool:
+    """Whether the job has ended; looks for a twentieth of a second."""
+    try:
+        job.wait(0.05)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+# The show --------------------------------------------------------------------------------------------------------------
+
+
+def kill_and_resume(work: Path) -> list[Claim]:
+    """The story of one job that dies and comes back smaller, beside one that does not."""
+    print(f"1. {STEPS} steps on 4 processes with FSDP2, undisturbed")
+    straight = train(work / "straight", "fsdp2", "--save-every", "0")
+    print(f"\n2. the same job; all its processes are killed while they save step {KILLED_AT}")
+    code = kill_in_save(work / "run")
+    left = list_files(work / "run" / f"step_{KILLED_AT}")
+    print(f"  killed. Left behind: {len(left)} files like {left[-1]}, and no manifest: step_{KILLED_AT} does not exist")
+    shutil.copytree(work / "run", work / "fresh")
+    print("\n3. resumed on 2 processes with tensor parallelism")
+    resumed = train(work / "run", "tp", "--save-every", str(SAVE_EVERY))
+    print("\n4. the same, but with fresh optimizer moments")
+    fresh = train(work / "fresh", "tp", "--save-every", "0", "--fresh-moments")
+    origins = (resumed["resumed_from"], fresh["resumed_from"])
+    return [
+        Claim("all processes were killed in the middle of a save", code == -signal.SIGKILL and has_blobs_only(left)),
+        Claim(f"the job resumed from step {LAST_GOOD}, the last good one", origins == (LAST_GOOD, LAST_GOOD)),
+        compare_state(work / "run", resumed["digest"]),
+        *compare_curves(straight["losses"], resumed["losses"], fresh["losses"]),
+    ]
 
 
 def list_files(step: Path) -> list[str]:
@@ -57,65 +141,58 @@ def list_files(step: Path) -> list[str]:
     return sorted(str(path.relative_to(step)) for path in step.rglob("*") if path.is_file())
 
 
-def print_curves(straight: list[float], resumed: list[float], fresh: list[float]) -> None:
-    """All three loss curves side by side."""
-    print("\n  step  uninterrupted  killed, resumed  fresh moments")
-    for step, losses in enumerate(zip(straight, resumed, fresh, strict=True), start=1):
-        saved = "  saved" if step % SAVE_EVERY == 0 else ""
-        note = {LAST_GOOD: "  saved; resumed from here", KILLED_AT: "  killed in the middle of this save"}.get(step, saved)
-        print("  {:4d}  {:13.6f}  {:15.6f}  {:13.6f}".format(step, *losses) + note)
-
-
-def kill_and_resume(work: Path) -> list[Claim]:
-    """The story of one job that dies and comes back, beside one that does not."""
-    save_every = ("--save-every", str(SAVE_EVERY))
-    print(f"1. {STEPS} steps undisturbed")
-    straight = train(work / "straight", "--save-every", "0")
-    print(f"2. the same job, killed while it saves step {KILLED_AT}")
-    code = start(work / "run", *save_every, "--kill-in-save-of", str(KILLED_AT))
-    left = list_files(work / "run" / f"step_{KILLED_AT}")
-    print("  left behind:", *left)
-    shutil.copytree(work / "run", work / "fresh")
-    print("3. started again")
-    resumed = train(work / "run", *save_every)
-    print("4. started again, but with fresh optimizer moments")
-    fresh = train(work / "fresh", "--save-every", "0", "--fresh-moments")
-    print_curves(straight["losses"], resumed["losses"], fresh["losses"])
-    same = LAST_GOOD + 1  # the first loss after resuming is computed before the moments are used
-    return [
-        Claim("the job was killed by SIGKILL in the middle of a save", code == -signal.SIGKILL and has_blobs_only(left)),
-        Claim(
-            f"it resumed from step {LAST_GOOD}, the last good one",
-            (resumed["resumed_from"], fresh["resumed_from"]) == (LAST_GOOD,) * 2,
-        ),
-        Claim("interrupted and uninterrupted losses are equal bit for bit", straight["losses"] == resumed["losses"]),
-        Claim("so are all weights and moments at the end", straight["digest"] == resumed["digest"]),
-        Claim(
-            "with fresh moments it is another run: the losses differ from the second step on",
-            straight["losses"][:same] == fresh["losses"][:same] and straight["losses"][same:] != fresh["losses"][same:],
-        ),
-        show_offline(work / "run" / f"step_{STEPS}", resumed["probe"]),
-    ]
-
-
 def has_blobs_only(files: list[str]) -> bool:
     """Whether a step has data and no manifest: it was begun, and does not exist."""
     return any(file.startswith("data/") for file in files) and not any(file.startswith("manifest-") for file in files)
 
 
-def show_offline(step: Path, probe: list[float]) -> Claim:
-    """Read three tensors of a checkpoint without torch, and compare one with what the job had."""
-    checkpoint = anyshard.open(step)
-    print(f"\n5. {step.name} read offline: {len(list(checkpoint.addresses()))} addresses, step {checkpoint.step}")
+def compare_state(run: Path, digest_of_ranks: str) -> Claim:
+    """Read the run's checkpoints without torch, and compare the one that was resumed from with what the ranks got of it."""
+    print("\n5. the run read offline, in this process, without torch")
+    for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY):
+        checkpoint = anyshard.open(run / f"step_{step}")
+        print(f"  step_{step}: {len(checkpoint)} tensors, saved by {checkpoint.manifest.world_size} processes")
+    checkpoint = anyshard.open(run / f"step_{LAST_GOOD}")
     for address in SHOWN:
         stored = checkpoint[address]
-        print(f"  {address}  {stored.dtype}  {tuple(stored.shape)}  {stored[0:1].flatten()[:4].tolist()}")
-    same = checkpoint[SHOWN[0]][0:1].flatten()[:4].tolist() == probe
-    return Claim("the checkpoint was read without torch, and holds what the job had", same and "torch" not in sys.modules)
+        print(f"    {address}  {stored.dtype}  {stored.shape}  {stored[0, :3]}")
+    digest = hashlib.sha256()
+    for address in checkpoint.addresses():
+        digest.update(checkpoint[address].numpy().tobytes())
+    return Claim(
+        "what 2 processes loaded is what 4 had saved, bit for bit, as this process reads it without torch",
+        digest.hexdigest() == digest_of_ranks and "torch" not in sys.modules,
+    )
+
+
+def compare_curves(straight: list[float], resumed: list[float], fresh: list[float]) -> list[Claim]:
+    """Print all three loss curves side by side, and compare the resumed ones with the undisturbed one."""
+    print("\n  step  undisturbed  killed, resumed  difference  fresh moments  difference")
+    for step, losses in enumerate(zip(straight, resumed, fresh, strict=True), start=1):
+        one, two, three = losses
+        saved = "  saved" if step % SAVE_EVERY == 0 else ""
+        note = {LAST_GOOD: "  saved; resumed from here", KILLED_AT: "  killed in the middle of this save"}.get(step, saved)
+        print(f"  {step:4d}  {one:11.6f}  {two:15.6f}  {differ(one, two):10.1e}  {three:13.6f}  {differ(one, three):10.1e}{note}")
+    after = slice(LAST_GOOD, STEPS)
+    same = list(map(differ, straight[after], resumed[after]))
+    other = list(map(differ, straight[after], fresh[after]))
+    return [
+        Claim(
+            f"its {len(same)} losses differ by at most {max(same):.1e} from the undisturbed ones; {TOLERANCE} is allowed",
+            all(difference <= TOLERANCE for difference in same),
+        ),
+        Claim(f"with fresh moments it is another run: they differ by up to {max(other):.1e}", max(other) > TOLERANCE),
+    ]
+
+
+def differ(expected: float, actual: float) -> float:
+    """The relative difference of two losses."""
+    return abs(actual - expected) / expected
 
 
 def main() -> int:
     """Tell the story in a directory that goes away; 0 if all claims hold."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that on the way out children are killed, as after Ctrl-C
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that our lines and those of the children come in order
     with tempfile.TemporaryDirectory(prefix="anyshard-demo-") as work:

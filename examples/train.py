@@ -1,9 +1,12 @@
-"""A training job that can be killed at any moment: a small Llama on the sources of Python's standard library.
+"""A training job that can be killed at any moment and resumed on other ranks: a small Llama on the sources of Python's library.
 
 This is how a job uses anyshard: one app state, `anyshard.save` every few steps, and at the start `anyshard.load` from the newest
-step that loads. `demo.py` runs it several times and compares; by itself:
+step that loads. Neither call says how the model is laid out. `demo.py` runs it several times and compares. By itself, stopped
+when you like and started again on other ranks:
 
-    .venv/bin/python examples/train.py runs/a
+    .venv/bin/torchrun --standalone --nproc-per-node 4 examples/train.py runs/a --steps 2000 --parallelism fsdp2
+    .venv/bin/torchrun --standalone --nproc-per-node 2 examples/train.py runs/a --steps 2000 --parallelism tp
+    .venv/bin/python examples/train.py runs/a --steps 2000
 """
 
 from __future__ import annotations
@@ -11,28 +14,49 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import signal
+import logging
 import sysconfig
+import textwrap
+import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import anyshard
 
 SEQUENCE, BATCH, TEXT_NBYTES = 64, 8, 4_000_000
-PROBE = "model.embed_tokens.weight"
+TP_PLAN = {
+    "self_attn.q_proj": ColwiseParallel(),
+    "self_attn.k_proj": ColwiseParallel(),
+    "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
 
 
-class KillInMiddle:
-    """An event sink that kills this process by SIGKILL when the first block of the optimizer is written."""
+class HoldInMiddle:
+    """An event sink that holds a save when the first block of the optimizer is written, so that `demo.py` can kill it there."""
 
     def emit(self, event: anyshard.Event) -> None:
         """Take one event."""
-        if event.name == "storage.blob.written" and str(event.file).startswith("data/optimizer/"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if event.name == "save.block.written" and str(event.file).startswith("data/optimizer/"):
+            threading.Event().wait(timeout=60)
+
+
+def tell(text: str) -> None:
+    """Print it, once for all ranks."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(textwrap.indent(text, "  "), flush=True)
 
 
 def read_text() -> torch.Tensor:
@@ -49,11 +73,10 @@ def make_batch(text: torch.Tensor, step: int) -> torch.Tensor:
     return text[starts + torch.arange(SEQUENCE)].long()
 
 
-def make_app_state(num_steps: int) -> dict[str, Any]:
-    """A fresh job: model, optimizer, learning rate schedule, and how far it has come."""
+def make_model() -> LlamaForCausalLM:
+    """The same fresh model on every rank."""
     torch.manual_seed(0)
-    torch.use_deterministic_algorithms(mode=True)
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
             hidden_size=128,
@@ -64,7 +87,27 @@ def make_app_state(num_steps: int) -> dict[str, Any]:
             max_position_embeddings=SEQUENCE,
         )
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def lay_out(model: LlamaForCausalLM, parallelism: str) -> None:
+    """Spread the model over all ranks; with FSDP2 each also takes its part of every batch, with TP all take the whole."""
+    if parallelism == "none":
+        return
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(parallelism,))
+    for layer in model.model.layers:
+        if parallelism == "tp":
+            parallelize_module(layer, mesh, TP_PLAN)
+        else:
+            fully_shard(layer, mesh=mesh)
+    if parallelism == "fsdp2":
+        fully_shard(model, mesh=mesh)
+
+
+def make_app_state(parallelism: str, num_steps: int) -> dict[str, Any]:
+    """A fresh job: model, optimizer, learning rate schedule, and how far it has come. Nothing here is random once it runs."""
+    model = make_model()
+    lay_out(model, parallelism)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)  # foreach takes no mixture of tensors and DTensors
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": {"step": 0, "losses": []}}
 
@@ -78,71 +121,88 @@ def load_newest(run: Path, app_state: dict[str, Any], *, exclude: tuple[str, ...
         try:
             report = anyshard.load(path, app_state, exclude=exclude, verify="first")
         except (anyshard.CheckpointNotFound, anyshard.CheckpointDamaged) as error:
-            print(f"  {path.name} is passed over: {error}")
+            tell(f"{path.name} is passed over: {error}")
             continue
-        print(f"  {path.name} is loaded: {report.num_tensors} tensors, {report.nbytes / 1e6:.1f} MB in {report.duration_s:.2f} s")
+        tell(f"{path.name} is loaded: {report.num_tensors} tensors, {report.nbytes / 1e6:.1f} MB in {report.duration_s:.2f} s")
         return report.step
     return None
 
 
-def train_step(app_state: dict[str, Any], text: torch.Tensor) -> None:
-    """One step of the optimizer; the progress notes the loss."""
+def train_step(app_state: dict[str, Any], text: torch.Tensor, parallelism: str) -> None:
+    """One step of the optimizer; the progress notes the loss of the whole batch."""
     progress = app_state["progress"]
     batch = make_batch(text, progress["step"])
+    if parallelism == "fsdp2":
+        batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
     loss = app_state["model"](input_ids=batch, labels=batch).loss
     app_state["optimizer"].zero_grad()
     loss.backward()
     app_state["optimizer"].step()
     app_state["scheduler"].step()
     progress["step"] += 1
-    progress["losses"].append(loss.item())
+    progress["losses"].append(average(loss.detach()))
+
+
+def average(loss: torch.Tensor) -> float:
+    """The mean over all ranks, the same on all of them."""
+    if not dist.is_initialized():
+        return loss.item()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
 
 
 def digest_state(app_state: dict[str, Any]) -> str:
-    """SHA-256 over the bytes of all weights and moments: equal means equal bit for bit."""
+    """SHA-256 over all weights and moments, each as a whole and by address: the same for the same state on any layout."""
+    model, optimizer = app_state["model"], app_state["optimizer"]
+    tensors = {f"model/{fqn}": tensor for fqn, tensor in model.state_dict().items()}
+    for fqn, param in model.named_parameters():
+        tensors |= {f"optimizer/state/{fqn}/{name}": tensor for name, tensor in optimizer.state.get(param, {}).items()}
     digest = hashlib.sha256()
-    tensors = list(app_state["model"].state_dict().values())
-    tensors += [value for moments in app_state["optimizer"].state.values() for value in moments.values()]
-    for tensor in tensors:
-        digest.update(tensor.detach().numpy().tobytes())
+    for address in sorted(tensors):
+        tensor = tensors[address]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()
 
 
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train from the newest good step to the last one, saving on the way; returns what `demo.py` compares."""
     small_blocks = anyshard.SaveOptions(block_nbytes=1 << 20)  # so that this small model too takes many writes
-    app_state = make_app_state(arguments.steps)
+    app_state = make_app_state(arguments.parallelism, arguments.steps)
     exclude = ("optimizer/state/**",) if arguments.fresh_moments else ()
     resumed_from = load_newest(arguments.run, app_state, exclude=exclude)
+    digest = digest_state(app_state)
     text = read_text()
     while app_state["progress"]["step"] < arguments.steps:
-        train_step(app_state, text)
+        train_step(app_state, text, arguments.parallelism)
         step = app_state["progress"]["step"]
         if arguments.save_every and step % arguments.save_every == 0:
-            sinks = [KillInMiddle()] if step == arguments.kill_in_save_of else []
+            sinks = [HoldInMiddle()] if step == arguments.hold_in_save_of else []
             anyshard.save(arguments.run / f"step_{step}", app_state, options=small_blocks, sinks=sinks)
-    return {
-        "resumed_from": resumed_from,
-        "losses": app_state["progress"]["losses"],
-        "digest": digest_state(app_state),
-        "probe": app_state["model"].state_dict()[PROBE].flatten()[:4].tolist(),
-    }
+    return {"resumed_from": resumed_from, "digest": digest, "losses": app_state["progress"]["losses"]}
 
 
 def main() -> None:
-    """Read the arguments, run the job and write what came of it."""
+    """Read the arguments, run the job and write what came of it beside the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="directory of the run's checkpoints")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--save-every", type=int, default=6, help="0: never")
-    parser.add_argument("--kill-in-save-of", type=int, help="die by SIGKILL in the middle of this step's save")
+    parser.add_argument("--parallelism", choices=("fsdp2", "tp", "none"), default="none", help="none: one process")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=5, help="0: never")
+    parser.add_argument("--hold-in-save-of", type=int, help="stay in the middle of this step's save, to be killed there")
     parser.add_argument("--fresh-moments", action="store_true", help="load everything but the optimizer's moments")
-    parser.add_argument("--result", type=Path, help="file for losses and digests, as JSON")
     arguments = parser.parse_args()
+    logging.getLogger("anyshard").setLevel(
+        logging.ERROR
+    )  # else it warns that non-persistent buffers, as Llama has, are not stored
+    if arguments.parallelism != "none":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     result = run_job(arguments)
-    print(f"  step {arguments.steps}: loss {result['losses'][-1]:.4f}")
-    if arguments.result is not None:
-        arguments.result.write_text(json.dumps(result))
+    tell(f"step {arguments.steps}: loss {result['losses'][-1]:.4f}")
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        arguments.run.with_suffix(".json").write_text(json.dumps(result))
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import anyshard
+from anyshard.testing.world import Worlds
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,8 +26,9 @@ ERRORS = """
 """
 VERBS = "save load open register_value escape"
 RECORDS = "Checkpoint SaveReport LoadReport SaveOptions LoadOptions Event Sink LoggingSink JsonLinesSink"
+WRAPPERS = "PerRank RNGState"
 MODULES = "errors ops"
-PUBLIC = sorted([*ERRORS.split(), *VERBS.split(), *RECORDS.split(), *MODULES.split(), "__version__"])
+PUBLIC = sorted([*ERRORS.split(), *VERBS.split(), *RECORDS.split(), *WRAPPERS.split(), *MODULES.split(), "__version__"])
 
 
 def test_public_names_are_frozen() -> None:
@@ -105,19 +107,51 @@ def test_links_and_commands_of_papers_lead_somewhere(paper: str) -> None:
     assert [] == [command for command in commands if f"\n{command}:" not in makefile]
 
 
+def read_code(*, is_job: bool) -> str:
+    """The Python code of the README: that of its script `job.py`, or all else."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    return "".join(block for block in blocks if block.startswith("# job.py\n") == is_job)
+
+
 def test_the_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The code of the README, copied as it stands, runs in an empty directory and loads back what it saved."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
+    exec(compile(read_code(is_job=False), "README.md", "exec"), {})
     assert (tmp_path / "runs/a/step_100/manifest-1.json").is_file()
+
+
+def run_job(directory: str, parallelism: str, start: str) -> None:
+    """The script of the README on this rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.setattr("sys.argv", ["job.py", parallelism, start])
+        exec(compile(read_code(is_job=True), "job.py", "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_readme_job_runs(worlds: Worlds, tmp_path: Path) -> None:
+    """The script of the README goes on from 4 ranks with FSDP2 to 2 with tensor parallelism, and to a process alone."""
+    worlds(4).run(run_job, str(tmp_path), "fsdp2", "0")
+    worlds(2).run(run_job, str(tmp_path), "tp", "1")
+    run_job(str(tmp_path), "none", "2")
+    found = [anyshard.open(tmp_path / f"runs/b/step_{step}") for step in (1, 2, 3)]
+    assert [(4, 1), (2, 2), (1, 3)] == [(one.manifest.world_size, one["steps/done"]) for one in found]
+
+
+def test_the_page_of_many_ranks_names_what_there_is() -> None:
+    """Every phase, error and field of a report in docs/many-ranks.md is one of the code."""
+    text = (ROOT / "docs/many-ranks.md").read_text(encoding="utf-8")
+    cells = [row.split(" | ")[0] for row in re.findall(r"^\| (`.*)", text, flags=re.MULTILINE)]
+    words = {word for cell in cells for word in re.findall(r"`([A-Za-z_]+)`", cell)}
+    sources = "".join(path.read_text(encoding="ascii") for path in (ROOT / "src/anyshard").rglob("*.py"))
+    phases = set(re.findall(r"(?:phase|post|hear|receive|wait|announce)\([^()]*?\"([a-z]+)\"", sources))
+    known = {*ERRORS.split(), *anyshard.SaveReport.__dataclass_fields__, "SaveReport", *phases}
+    assert {"RankMissing", "durable", "differing_values"} <= words
+    assert set() == words - known
 
 
 @pytest.mark.slow
 def test_the_claims_of_the_demo_hold() -> None:
-    """`make demo` exits with 0: killed in the middle of a save, resumed, equal bit for bit, read offline."""
+    """`make demo` exits with 0: 4 ranks killed in the middle of a save, resumed on 2 by another parallelism; all claims hold."""
     demo = subprocess.run([sys.executable, ROOT / "examples/demo.py"], capture_output=True, text=True, timeout=280, check=False)
     assert (0, 0) == (demo.returncode, demo.stdout.count("FAILED")), demo.stdout + demo.stderr

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anyshard import errors, ops
     from anyshard._api import load, open, register_value, save
+    from anyshard.adapters.per_rank import PerRank
+    from anyshard.adapters.random_state import RNGState
     from anyshard.checkpoint import Checkpoint
     from anyshard.errors import (
         AnyshardError,
@@ -78,6 +80,8 @@ __all__ = [
     "Mismatch",
     "NotACheckpoint",
     "OperationFailed",
+    "PerRank",
+    "RNGState",
     "RankMissing",
     "SaveOptions",
     "SaveReport",
@@ -105,6 +109,8 @@ _SUBMODULES = ("errors", "ops")
 # Where each public name is defined; a name that is not here is an error class.
 _HOMES = {
     "_api": ("load", "open", "register_value", "save"),
+    "adapters.per_rank": ("PerRank",),
+    "adapters.random_state": ("RNGState",),
     "checkpoint": ("Checkpoint",),
     "monitor.events": ("Event", "Sink"),
     "monitor.sinks": ("JsonLinesSink", "LoggingSink"),

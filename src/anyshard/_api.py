@@ -14,6 +14,7 @@ from anyshard.options import LoadOptions, SaveOptions
 from anyshard.records.values import ValueRegistry
 
 if TYPE_CHECKING:
+    from anyshard.coord.torch_dist import GroupLike
     from anyshard.monitor.events import Sink
     from anyshard.reports import LoadReport, SaveReport
     from anyshard.storage.protocol import Store
@@ -29,12 +30,15 @@ def save(  # noqa: PLR0913 - the public verb; all but two are keywords
     *,
     step: int | None = None,
     overwrite: bool = False,
+    group: GroupLike = None,
     options: SaveOptions | None = None,
     sinks: Sequence[Sink] = (),
 ) -> SaveReport:
     """Save `app_state` to `place` and return when it is committed: durable, whole, and visible to `load`.
 
-    If it raises, `place` holds what it held before (`CommitOutcomeUnknown` excepted) and nothing in memory has changed.
+    If it raises, `place` holds what it held before (`CommitOutcomeUnknown` excepted) and nothing in memory has changed. In a job
+    of several ranks all of them (or all of `group`) call it, and a failure on one rank is raised on all: as `OperationFailed`,
+    which is also an error of the kinds below if all that failed did so alike.
 
     Args:
         place: directory of this checkpoint (`runs/a/step_100`), a `file://` URL, or a `Store`.
@@ -42,6 +46,7 @@ def save(  # noqa: PLR0913 - the public verb; all but two are keywords
             and dicts and lists of these.
         step: training step; else the number at the end of the last path component, if there is one.
         overwrite: replace a committed checkpoint. Readers see the old one until the new one is whole.
+        group: the ranks that save together, a process group or a list of ranks: only they call. None: all of the job.
         options: how to save; see `SaveOptions`.
         sinks: further places for the events of this save.
 
@@ -50,9 +55,11 @@ def save(  # noqa: PLR0913 - the public verb; all but two are keywords
         CheckpointExists, NotACheckpoint, InvalidPath: `place` is taken, or no place for a checkpoint.
         StorageError: the storage failed (`StorageFull`, `StorageDenied`, ...).
         CommitConflict: another writer was first. CommitOutcomeUnknown: the storage did not say whether the save exists.
+        RankMissing: a rank did not come in time, or died. StructureChanged: some ranks hold another structure than at the last
+            save, others do not; the next save plans afresh.
     """
     return _checkpointer(os.getpid()).save(
-        place, app_state, step=step, overwrite=overwrite, options=options or SaveOptions(), sinks=sinks
+        place, app_state, step=step, overwrite=overwrite, group=group, options=options or SaveOptions(), sinks=sinks
     )
 
 
@@ -65,13 +72,16 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
     exclude: Sequence[str] | None = None,
     cast: bool | None = None,
     verify: Literal["filling", "first"] | None = None,
+    group: GroupLike = None,
     options: LoadOptions | None = None,
     sinks: Sequence[Sink] = (),
 ) -> LoadReport:
     """Load the checkpoint at `place` into `app_state`, in place: tensors keep their identity, every byte was verified.
 
     Everything that records can show (structure, shapes, dtypes, lengths, values) is checked before the first tensor changes;
-    a failure after that is `LoadInterrupted`. Names of the checkpoint that `app_state` does not have are only listed.
+    a failure after that is `LoadInterrupted`. Names of the checkpoint that `app_state` does not have are only listed. In a job of
+    several ranks all of them (or all of `group`) call it, whatever the layout or the number of ranks was at the save; a failure
+    on one rank is raised on all, as for `save`.
 
     Args:
         place: where `save` put it.
@@ -80,6 +90,7 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
         only, exclude: globs of addresses to load or to leave alone (`*` stays within a component, `**` does not).
         cast: let tensors of another dtype be converted.
         verify: "first" checks all wanted bytes before the first tensor changes, at the price of reading twice.
+        group: the ranks that load together, as for `save`.
         options: further settings, and defaults for those above (see `LoadOptions`).
         sinks: further places for the events of this load.
 
@@ -93,7 +104,7 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
     """
     given: dict[str, Any] = {"strict": strict, "only": only, "exclude": exclude, "cast": cast, "verify": verify}
     chosen = replace(options or LoadOptions(), **{name: value for name, value in given.items() if value is not None})
-    return _checkpointer(os.getpid()).load(place, app_state, options=chosen, sinks=sinks)
+    return _checkpointer(os.getpid()).load(place, app_state, group=group, options=chosen, sinks=sinks)
 
 
 def open(  # noqa: A001 - anyshard.open, as in io.open

@@ -14,27 +14,32 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.commit.resolve import Resolved, check_complete, resolve
+from anyshard.commit.resolve import check_complete, resolve
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
 from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
 from anyshard.planning.reads import plan_reads
 from anyshard.records.addresses import join_address, section_of, show, split_address
+from anyshard.records.captured import Stored
 from anyshard.records.checks import check_marks, check_sections, check_slots
-from anyshard.records.digests import check_digest
+from anyshard.records.digests import check_digest, digest_bytes
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.handles import BITS_DTYPES, ArrayDestination
 from anyshard.records.index import decode_index
 from anyshard.records.load_plan import LoadPlan, ReadLimits
-from anyshard.records.manifest import Manifest
-from anyshard.records.section_values import decode_section
+from anyshard.records.manifest import Manifest, decode_manifest
+from anyshard.records.names import manifest_name
+from anyshard.records.save_messages import Message
+from anyshard.records.section_values import ABSENT, SectionValues, decode_section
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES
+from anyshard.records.value_parts import merge_trees
 from anyshard.records.values import ValueRegistry, is_container, label_item, list_items
-from anyshard.records.values_types import TensorMark
+from anyshard.records.values_types import PerRankMark, TensorMark
 from anyshard.storage.protocol import Store
 from anyshard.stored_tensor import StoredTensor
 
+_COORDINATOR = 0  # the rank of a saving job whose payloads say what others hold
 _MAX_GAP_NBYTES = CELL_NBYTES
 # Bounds of the index's file: its pages (see records/index.py), even if they did not compress, and its footer.
 _INDEX_NBYTES_FIXED, _INDEX_NBYTES_PER_ROW = 8 << 20, 4096 + 256
@@ -49,6 +54,14 @@ class ReadingMeans:
     registry: ValueRegistry
 
 
+class Records(Message, frozen=True):
+    """The records of a checkpoint as one process read them, for all that load it; `file` is the manifest's name."""
+
+    file: str
+    manifest: bytes
+    index: bytes
+
+
 class Checkpoint:
     """One committed checkpoint. Everything read from it was verified against its manifest's digests.
 
@@ -58,13 +71,17 @@ class Checkpoint:
     (saved over) or `CheckpointNotFound` (deleted). Use it as a context manager, or let it go.
     """
 
-    def __init__(self, store: Store, resolved: Resolved, index: Index, *, means: ReadingMeans) -> None:
+    def __init__(self, store: Store, records: Records, *, means: ReadingMeans) -> None:
         self._store = store
-        self._resolved = resolved
-        self._index = index
+        self._digest = digest_bytes(records.manifest)
+        self._manifest = decode_manifest(records.manifest, file=records.file)
+        name = "index" if self._manifest.index is None else self._manifest.index.name
+        self._index = decode_index(records.index, max_rows=self._manifest.num_rows, file=name)
+        check_sections(self._index, self._manifest)
         self._means = means
         self._stack = ExitStack()
         self._opened: dict[str, OpenBlobs] = {}
+        self._payloads: dict[tuple[str, int], SectionValues] = {}
         self._trees: dict[str, object] = {}
 
     @property
@@ -75,7 +92,7 @@ class Checkpoint:
     @property
     def manifest(self) -> Manifest:
         """Its commit record."""
-        return self._resolved.manifest
+        return self._manifest
 
     @property
     def step(self) -> int | None:
@@ -117,8 +134,13 @@ class Checkpoint:
         return len(self.addresses())
 
     def __getitem__(self, address: str) -> Any:
-        """The tensor or value at `address`; `KeyError` if there is none."""
+        """The tensor or value at `address`; `KeyError` if there is none.
+
+        A per-rank value is a dict from ranks of the saving job to what each had; of ranks with the same key the lowest stands.
+        """
         found = self._find(address)
+        if isinstance(found, PerRankMark):
+            return self._read_all_ranks(found.address)
         return self._tensor(found.address) if isinstance(found, TensorMark) else found
 
     def values(self, section: str) -> Any:
@@ -126,8 +148,16 @@ class Checkpoint:
         if section not in self.sections:
             raise KeyError(f"{show(section)}: not in {self.url}, which holds {', '.join(self.sections)}")
         if section not in self._trees:
-            self._trees[section] = self.read_tree(self._blobs(section), section)
+            self._trees[section] = self._read_tree(section)
         return self._trees[section]
+
+    def stored(self, sections: Sequence[str]) -> Stored:
+        """What a load needs to know of these sections, whose blobs are open."""
+        trees = {section: self.values(section) for section in sections}
+        keys = {
+            address: ranks for section in sections for address, ranks in self._read_payload(section, _COORDINATOR).keys.items()
+        }
+        return Stored(self._index.shards.tensors, trees, self.sections, keys, self._read_rank)
 
     def open_sections(self, sections: Sequence[str]) -> OpenBlobs:
         """Open and check all blobs of these sections, until the checkpoint is closed; what is read of them later is read here."""
@@ -136,18 +166,11 @@ class Checkpoint:
         try:
             blobs = self._stack.enter_context(opening)
         except CheckpointDamaged:
-            _explain_missing(self._store, self._resolved)
+            _explain_missing(self._store, self._digest)
             raise
         check_slots(self._index, blobs.tails, files=[blob.name for blob in self.manifest.blobs])
         self._opened.update(dict.fromkeys(sections, blobs))
         return blobs
-
-    def read_tree(self, blobs: OpenBlobs, section: str) -> object:
-        """The decoded values of one section, whose blobs are open."""
-        file = f"values of section {show(section)}"
-        tree = decode_section(blobs.read_values(section), registry=self._means.registry, file=file)
-        check_marks(tree, section, self.index, file=file)
-        return tree
 
     def plan(self, wanted: ShardTable, blobs: OpenBlobs) -> LoadPlan:
         """Which bytes fill the wanted shards; what no stored shard covers makes the checkpoint damaged."""
@@ -177,8 +200,33 @@ class Checkpoint:
     def _blobs(self, section: str) -> OpenBlobs:
         return self._opened.get(section) or self.open_sections([section])
 
+    def _read_tree(self, section: str) -> object:
+        """The value tree that all ranks of the saving job had in common: the coordinator's, and what only others had."""
+        ranks = (_COORDINATOR, *self._read_payload(section, _COORDINATOR).also)
+        trees = [payload.shared for rank in ranks if (payload := self._read_payload(section, rank)).shared is not ABSENT]
+        return merge_trees(trees, file=_describe_payload(section, _COORDINATOR))
+
+    def _read_payload(self, section: str, rank: int) -> SectionValues:
+        """The checked values slot of one rank of the saving job."""
+        if (section, rank) not in self._payloads:
+            file = _describe_payload(section, rank)
+            data = self._blobs(section).read_values(section, rank=rank)
+            payload = decode_section(data, registry=self._means.registry, file=file)
+            for tree in (payload.shared, *payload.per_rank.values()):
+                check_marks(tree, section, self.index, file=file)
+            self._payloads[section, rank] = payload
+        return self._payloads[section, rank]
+
+    def _read_rank(self, rank: int, section: str) -> Mapping[str, object]:
+        return self._read_payload(section, rank).per_rank
+
+    def _read_all_ranks(self, address: str) -> dict[int, object]:
+        section = section_of(address)
+        ranks = sorted(self._read_payload(section, _COORDINATOR).keys.get(address, {}).values())
+        return {rank: self._read_rank(rank, section).get(address) for rank in ranks}
+
     def _find(self, address: str) -> object:
-        """The value at an address, or the mark of the tensor there."""
+        """The value at an address, or the mark of what is there."""
         if address in self.index.shards.tensors.rows:
             return TensorMark(address, "tensor")
         if section_of(address) not in self.sections:
@@ -206,21 +254,25 @@ class Checkpoint:
 
 
 def open_checkpoint(store: Store, *, means: ReadingMeans) -> Checkpoint:
-    """Resolve the store's checkpoint and read its records. One read of the manifest decides what everything else must be.
+    """Resolve the store's checkpoint and read its records.
 
     Raises `CheckpointReplaced` if it was saved over in between; nothing is left open then.
     """
+    return Checkpoint(store, read_records(store), means=means)
+
+
+def read_records(store: Store) -> Records:
+    """Resolve the store's checkpoint and read its index. One read of the manifest decides what everything else must be."""
     resolved = resolve(store)
-    index = _read_index(store, resolved)
-    check_sections(index, resolved.manifest)
-    return Checkpoint(store, resolved, index, means=means)
+    name = manifest_name(resolved.manifest.generation)
+    return Records(name, resolved.data, _read_index(store, resolved.manifest, resolved.digest))
 
 
-def _read_index(store: Store, resolved: Resolved) -> Index:
-    entry = resolved.manifest.index
+def _read_index(store: Store, manifest: Manifest, digest: str) -> bytes:
+    entry = manifest.index
     if entry is None:
         raise CheckpointDamaged(f"{store.url}: its manifest names no index", file=store.url)
-    limit = _INDEX_NBYTES_FIXED + _INDEX_NBYTES_PER_ROW * resolved.manifest.num_rows
+    limit = _INDEX_NBYTES_FIXED + _INDEX_NBYTES_PER_ROW * manifest.num_rows
     if entry.nbytes > limit:  # the file's own length is no bound: a sparse file has any, for nothing
         raise CheckpointDamaged(
             f"{store.url}: {entry.name}: expected an index of at most {limit} bytes, found {entry.nbytes}; "
@@ -230,7 +282,7 @@ def _read_index(store: Store, resolved: Resolved) -> Index:
     try:
         data = store.read(entry.name, max_nbytes=entry.nbytes)
     except (BlobNotFound, LimitExceeded):
-        _explain_missing(store, resolved)
+        _explain_missing(store, digest)
         raise
     if len(data) != entry.nbytes:
         raise CheckpointDamaged(
@@ -238,13 +290,13 @@ def _read_index(store: Store, resolved: Resolved) -> Index:
             file=entry.name,
         )
     check_digest(data, entry.digest, file=entry.name)
-    return decode_index(data, max_rows=resolved.manifest.num_rows, file=entry.name)
+    return data
 
 
-def _explain_missing(store: Store, resolved: Resolved) -> None:
+def _explain_missing(store: Store, digest: str) -> None:
     """Raise what explains that a file of a checkpoint is not as its manifest says: saved over, deleted, or an incomplete copy."""
     now = resolve(store)
-    if now.digest != resolved.digest:
+    if now.digest != digest:
         raise CheckpointReplaced(f"{store.url}: it was saved over while it was being read; open it again")
     check_complete(store, now.manifest, now.listing)
 
@@ -255,3 +307,7 @@ def _descend(value: object, part: str, *, within: str, sought: str) -> object:
     if len(found) == 1:  # keys that no address can hold share a label
         return found[0]
     raise KeyError(f"{show(sought)}: nothing is there below {show(within)}")
+
+
+def _describe_payload(section: str, rank: int) -> str:
+    return f"values of section {show(section)}" + (f" of rank {rank}" if rank else "")

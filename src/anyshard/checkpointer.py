@@ -1,4 +1,4 @@
-"""The checkpointer of one process: keeps what is dear to make (warm blocks, open sinks) and starts operations with it."""
+"""The checkpointer of one process: keeps what is dear to make (warm blocks, plans, groups) and starts operations with it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import logging
 import os
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from anyshard.agreed_plan import PlanCache
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
+from anyshard.coord.group import Group, make_lone_group
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.crew import Patience
 from anyshard.engine.read import ReadJob
@@ -26,11 +30,26 @@ from anyshard.storage.protocol import Store
 from anyshard.storage.resolve import open_store
 from anyshard.storage.wrappers.timed import TimedStore
 
+if TYPE_CHECKING:
+    from anyshard.coord.torch_dist import GroupLike
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Place: TypeAlias = str | os.PathLike[str] | Store
 
 _TRIES = 5
+_MAX_LOGGED = 256  # warnings that are remembered, so as not to be repeated at every save
+
+
+@dataclass(slots=True)
+class _Membership:
+    """One group of ranks that this process is in, and what it keeps for it. Ranks agree on one thing at a time: by turns."""
+
+    group: Group
+    plans: PlanCache = field(default_factory=PlanCache)
+    parent: Parent | None = None
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Checkpointer:
@@ -41,79 +60,109 @@ class Checkpointer:
         self._sinks = sinks_from_environment()
         self._pools: dict[tuple[int, int], BlockPool] = {}
         self._lock = threading.Lock()
-        self._parent: Parent | None = None
+        self._logged: deque[str] = deque(maxlen=_MAX_LOGGED)
+        self._job: object = None
+        self._memberships: dict[tuple[int, ...], _Membership] = {}
 
     def save(  # noqa: PLR0913 - what the public verb takes
         self,
-        place: str | os.PathLike[str] | Store,
+        place: Place,
         app_state: Mapping[str, object],
         *,
         step: int | None,
         overwrite: bool,
+        group: GroupLike,
         options: SaveOptions,
         sinks: Sequence[Sink],
     ) -> SaveReport:
         """See `anyshard.save`."""
         # Saving and loading need torch, opening does not: hence imports where they are used.
         from anyshard.adapters.values import torch_types
-        from anyshard.adapters.world import check_single_process
-        from anyshard.saving import SaveIntent, SaveOperation, find_step
+        from anyshard.saving import SaveIntent, SaveOperation, SavingMeans, find_step
 
-        check_single_process()
-        with self._operating("save", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
-            intent = SaveIntent(find_step(operation.store, step), overwrite, options, self._parent)
-            pool = self._pool(options.byte_budget, options.block_nbytes)
-            registry = self._registry.extended(torch_types())
-            report = SaveOperation(operation, intent, pool=pool, registry=registry).run(app_state)
-        _log_warnings(report)
+        with self._taking_turn(group) as (membership, ranks):
+            operating = self._operating("save", place, group=ranks, timeout_s=options.timeout_s, sinks=sinks)
+            with operating as operation:
+                intent = SaveIntent(find_step(operation.store, step), overwrite, options, membership.parent)
+                pool = self._pool(options.byte_budget, options.block_nbytes)
+                means = SavingMeans(pool, self._registry.extended(torch_types()), membership.plans)
+                report = SaveOperation(operation, intent, means).run(app_state)
+        self._log_warnings(report, ranks)
         return report
 
     def load(
         self,
-        place: str | os.PathLike[str] | Store,
+        place: Place,
         app_state: Mapping[str, object],
         *,
+        group: GroupLike,
         options: LoadOptions,
         sinks: Sequence[Sink],
     ) -> LoadReport:
         """See `anyshard.load`."""
-        from anyshard.adapters.world import check_single_process
-
-        check_single_process()
-        with self._operating("load", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
-            report = _read_again(lambda: self._load(operation, app_state, options))
-        _log_warnings(report)
-        return report
-
-    def _load(self, operation: Operation, app_state: Mapping[str, object], options: LoadOptions) -> LoadReport:
         from anyshard.adapters.values import torch_types
         from anyshard.loading import LoadOperation
 
-        registry = self._registry.extended(torch_types())
-        with open_checkpoint(operation.store, means=self._means(options, operation.events, registry)) as checkpoint:
-            report = LoadOperation(operation, checkpoint, options, registry=registry).run(app_state)
-        manifest = checkpoint.manifest
-        self._parent = Parent(manifest.run_id, manifest.step, manifest.attempt)
+        with self._taking_turn(group) as (membership, ranks):
+            operating = self._operating("load", place, group=ranks, timeout_s=options.timeout_s, sinks=sinks)
+            with operating as operation:
+                means = self._means(options, operation.events, self._registry.extended(torch_types()))
+                loading = LoadOperation(operation, options, means)
+                report = _read_again(lambda: loading.run(app_state))
+                membership.parent = loading.parent
+        self._log_warnings(report, ranks)
         return report
 
-    def open(self, place: str | os.PathLike[str] | Store, *, options: LoadOptions, sinks: Sequence[Sink]) -> Checkpoint:
+    def open(self, place: Place, *, options: LoadOptions, sinks: Sequence[Sink]) -> Checkpoint:
         """See `anyshard.open`."""
-        with self._operating("open", place, timeout_s=options.timeout_s, sinks=sinks) as operation:
+        operating = self._operating("open", place, group=make_lone_group(), timeout_s=options.timeout_s, sinks=sinks)
+        with operating as operation:
             means = self._means(options, operation.events, self._registry)
             return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
+    def _taking_turn(self, group: GroupLike) -> Iterator[tuple[_Membership, Group]]:
+        """The membership in a group and the group itself, for one operation. A process alone has not to wait for its turn."""
+        membership = self._find_membership(group)
+        if membership.group.size == 1:
+            yield membership, make_lone_group(membership.group.ranks[0])
+            return
+        with membership.turn:
+            yield membership, membership.group
+
+    def _find_membership(self, group: GroupLike) -> _Membership:
+        from anyshard.coord.torch_dist import find_ranks, job_token, make_group
+
+        with self._lock:
+            job = job_token()
+            if job is not self._job:  # the ranks of another job are others, whatever their numbers are
+                self._job, self._memberships = job, {}
+            ranks = find_ranks(group)
+            if ranks not in self._memberships:
+                self._memberships[ranks] = _Membership(make_group(group))
+            return self._memberships[ranks]
+
+    @contextmanager
     def _operating(
-        self, kind: str, place: str | os.PathLike[str] | Store, *, timeout_s: float, sinks: Sequence[Sink]
+        self, kind: str, place: Place, *, group: Group, timeout_s: float, sinks: Sequence[Sink]
     ) -> Iterator[Operation]:
-        events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=0)
+        rank = group.ranks[group.rank]
+        events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=rank)
         store = TimedStore(open_store(place, events=events), timeout_s)
         with events.span(kind, file=store.url):
-            yield Operation(store, events)
+            yield Operation(store, group, events)
 
     def _means(self, options: LoadOptions, events: Emitter, registry: ValueRegistry) -> ReadingMeans:
         job = ReadJob(options.threads, events, Patience(options.timeout_s))
         return ReadingMeans(job, self._pool(options.byte_budget, options.block_nbytes), registry)
+
+    def _log_warnings(self, report: SaveReport | LoadReport, group: Group) -> None:
+        """Log what a report warns of, since reports are easily dropped: each thing once, and loudly by the coordinator only."""
+        level = logging.WARNING if group.is_coordinator else logging.INFO
+        for warning in report.warnings:
+            if warning not in self._logged:
+                self._logged.append(warning)
+                logger.log(level, "%s: %s", report.url, warning)
 
     def _pool(self, byte_budget: int, block_nbytes: int) -> BlockPool:
         # Only the pool that was used last is kept: who changes sizes all the time must not collect pools.
@@ -122,12 +171,6 @@ class Checkpointer:
             if key not in self._pools:
                 self._pools = {key: BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)}
             return self._pools[key]
-
-
-def _log_warnings(report: SaveReport | LoadReport) -> None:
-    # Reports are easily dropped, and a warning there may be the only sign of, say, another optimizer's state.
-    for warning in report.warnings:
-        logger.warning("%s: %s", report.url, warning)
 
 
 def _read_again(read: Callable[[], T]) -> T:

@@ -2,18 +2,26 @@
 
 Leaves are named after the caller's problem and are the fitting built-in as well. A message says what was expected, what
 was found, where, and what to do next; the attributes carry the same facts for programs.
+
+An error of one of several ranks is raised on all of them: as an `OperationFailed` that is of the same class as well, made by
+`make_failure`, so that `except CheckpointNotFound` works on many ranks as on one. Only the rank that had the error itself has its
+attributes, in the cause; elsewhere they are empty.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
 
 
 class AnyshardError(Exception):
-    """Base of all errors raised by anyshard."""
+    """Base of all errors raised by anyshard; each can be sent to another process, as pools and launchers do."""
+
+    def __reduce__(self) -> tuple[Callable[..., AnyshardError], tuple[object, ...]]:
+        # Python's own way calls the class with `args`, which is the message only.
+        return _remake, (type(self), self.args, vars(self))
 
 
 class InvalidPath(AnyshardError, ValueError):
@@ -35,6 +43,8 @@ class CheckpointExists(AnyshardError, FileExistsError):
 class CheckpointDamaged(AnyshardError, ValueError):
     """Bytes of a checkpoint are not the bytes that were saved: damaged, cut, missing, or never well formed."""
 
+    file: str | None = None
+
     def __init__(self, message: str, *, file: str | None = None) -> None:
         super().__init__(message)
         self.file = file
@@ -54,6 +64,8 @@ class LimitExceeded(AnyshardError, ValueError):
 
 class UnsupportedValue(AnyshardError, TypeError):
     """A value (or tensor kind) that cannot be saved; `address` says where it is."""
+
+    address: str = ""
 
     def __init__(self, message: str, *, address: str) -> None:
         super().__init__(message)
@@ -82,6 +94,7 @@ class Mismatch(enum.StrEnum):
     KIND = "kind"
     GROUP = "group"
     TIE = "tie"
+    RANK = "rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +114,8 @@ class StateMismatch(AnyshardError, ValueError):
     """The checkpoint and the app state differ; nothing was changed. `differences` lists all of them."""
 
     SHOWN = 20
+    checkpoint: str = ""
+    differences: tuple[Difference, ...] = ()
 
     def __init__(self, checkpoint: str, differences: tuple[Difference, ...], hint: str) -> None:
         lines = [f"  {difference}" for difference in differences[: self.SHOWN]]
@@ -118,6 +133,8 @@ class StateMismatch(AnyshardError, ValueError):
 class LoadInterrupted(AnyshardError, RuntimeError):
     """A load failed after it had begun to change the app state, which must be loaded again before use."""
 
+    addresses: tuple[str, ...] = ()
+
     def __init__(self, message: str, *, addresses: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.addresses = addresses
@@ -133,6 +150,8 @@ class CommitOutcomeUnknown(AnyshardError, RuntimeError):
 
 class StorageError(AnyshardError, OSError):
     """A store failed; the foreign error is the cause, `file` names the key."""
+
+    file: str = ""
 
     def __init__(self, message: str, *, file: str, errno: int | None = None) -> None:
         super().__init__(*((message,) if errno is None else (errno, message)))
@@ -163,7 +182,8 @@ class OperationFailed(AnyshardError, RuntimeError):
     """An operation of several ranks failed; it is raised on all of them alike.
 
     `failures` maps the ranks that failed (numbers in the job) to "phase: Type: message". On such a rank the error itself is the
-    cause.
+    cause. If the errors of all ranks that failed are of one class of this module, the error is of that class too, on every rank:
+    `except CheckpointNotFound` catches it, and so does `except OperationFailed`. The other class's attributes are empty.
     """
 
     SHOWN = 20
@@ -172,11 +192,11 @@ class OperationFailed(AnyshardError, RuntimeError):
         lines = [f"  rank {rank}: {text}" for rank, text in sorted(failures.items())]
         if len(lines) > self.SHOWN:
             lines[self.SHOWN :] = [f"  ... and {len(lines) - self.SHOWN} more"]
-        super().__init__("\n".join([headline, *lines]))
+        Exception.__init__(self, "\n".join([headline, *lines]))  # not that of the other class, which asks for its own arguments
         self.headline = headline
         self.failures = dict(failures)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, dict[int, str]]]:
+    def __reduce__(self) -> tuple[Callable[..., AnyshardError], tuple[object, ...]]:
         return type(self), (self.headline, self.failures)
 
 
@@ -190,3 +210,37 @@ class StructureChanged(OperationFailed):
 
 class KeyValueStoreLost(OperationFailed, ConnectionError):
     """The key-value store through which ranks agree does not answer any more; `failures` is empty, for nobody can tell."""
+
+
+def _remake(kind: type[AnyshardError], args: tuple[object, ...], state: Mapping[str, object]) -> AnyshardError:
+    error = kind.__new__(kind, *args)
+    super(AnyshardError, error).__init__(*args)  # the built-in's, which takes what it has given
+    vars(error).update(state)
+    return error
+
+
+def name_kind(error: BaseException) -> str:
+    """The name of the class of this module that `error` is of, as `make_failure` takes it on another rank."""
+    plain = (AnyshardError, OperationFailed, KeyValueStoreLost)  # what is lost on one rank is not on those that hear of it
+    names = (kind.__name__ for kind in type(error).__mro__ if globals().get(kind.__name__) is kind and kind not in plain)
+    return next(names, OperationFailed.__name__)
+
+
+def make_failure(headline: str, failures: Mapping[int, str], *, kinds: Iterable[str]) -> OperationFailed:
+    """The error that all ranks raise, of the class that the `kinds` (see `name_kind`) of all failed ranks name, if it is one."""
+    names = set(kinds)
+    kind = globals()[names.pop()] if len(names) == 1 else OperationFailed
+    return _join_classes(kind)(headline, failures)
+
+
+@functools.cache  # or `type(error) is type(other)` would fail
+def _join_classes(kind: type[AnyshardError]) -> type[OperationFailed]:
+    """The class of errors that are an `OperationFailed` and of `kind`; in a traceback it has the name of `kind`."""
+    if issubclass(kind, OperationFailed):
+        return kind
+
+    def reduce(error: OperationFailed) -> tuple[Callable[..., AnyshardError], tuple[object, ...]]:
+        return functools.partial(make_failure, kinds=(kind.__name__,)), (error.headline, error.failures)
+
+    members = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": reduce}
+    return type(kind.__name__, (OperationFailed, kind), members)

@@ -1,12 +1,20 @@
-"""One operation: the store it works on, how it is named in events, and when it began. Made once per call and passed."""
+"""One operation: the store it works on, the ranks that take part, how it is named in events. Made once per call and passed."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
 
+from anyshard.coord.agreement import Agreement
+from anyshard.coord.group import Group
+from anyshard.coord.looks import Patience
 from anyshard.monitor.events import Emitter
 from anyshard.storage.protocol import Store
+
+# A rank whose storage is stuck gives up after the same time as those that wait for it, and shall still be heard.
+_LAST_WORD_S = 30.0
+
+_SHOWN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +22,23 @@ class Operation:
     """What a save and a load have in common."""
 
     store: Store
+    group: Group
     events: Emitter
     started_s: float = field(default_factory=time.perf_counter)
+
+    def describe(self, what: str) -> str:
+        """What the operation is called on all its ranks, in messages: of a part of the job, with the numbers of its ranks."""
+        ranks = self.group.ranks
+        if ranks == tuple(range(len(ranks))):
+            return f"{what} {self.store.url}"
+        shown = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
+        return f"{what} {self.store.url} by ranks {shown} of the job (below, a difference between ranks counts them from 0)"
 
     @property
     def duration_s(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started_s
+
+    def agree(self, subject: str, *, timeout_s: float) -> Agreement:
+        """Begin to agree with the other ranks, each of which waits up to `timeout_s` for its storage."""
+        return self.group.agree(subject, patience=Patience(timeout_s + min(timeout_s / 2, _LAST_WORD_S)))

@@ -33,7 +33,13 @@ class SaveOptions:
 
     `byte_budget` bounds the memory for bytes in flight. `max_blob_nbytes` is where a section is cut into a further blob.
     `overwrite_grace_s` is how long files of a superseded generation stay for readers. `timeout_s` is how long it waits for
-    storage that does not answer. `user` is stored in the manifest (JSON).
+    storage that does not answer, and for other ranks a little longer (half of it, at most 30 s), so that they can tell what they
+    wait for. `user` is stored in the manifest (JSON).
+
+    `replica_check` says how much of what several ranks hold alike is compared: in full at the first save of a structure and by
+    samples at later ones ("sample"), always in full, or not at all ("off"). `on_differing_values` says what becomes of plain
+    values that differ between ranks at a later save: the first rank's is stored and the report says so ("warn"), or the save
+    fails ("error"), as it does at the first save of a structure in any case.
     """
 
     byte_budget: int = 64 * MIB
@@ -43,12 +49,16 @@ class SaveOptions:
     overwrite_grace_s: float = 3600.0
     timeout_s: float = 1800.0
     user: Mapping[str, Any] = field(default_factory=dict)
+    replica_check: Literal["sample", "full", "off"] = "sample"
+    on_differing_values: Literal["warn", "error"] = "warn"
 
     def __post_init__(self) -> None:
         _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes")
         _check_seconds(self, "timeout_s", can_be_zero=False)
         _check_seconds(self, "overwrite_grace_s", can_be_zero=True)
         _check(self, "user", isinstance(self.user, Mapping), "a mapping")
+        _check(self, "replica_check", self.replica_check in ("sample", "full", "off"), "'sample', 'full' or 'off'")
+        _check(self, "on_differing_values", self.on_differing_values in ("warn", "error"), "'warn' or 'error'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class LoadOptions:
     `strict` makes missing and unexpected addresses errors (`strict_extra_state` those of modules' extra state too). `only` and
     `exclude` are address globs (`*` stays within a component, `**` does not). `cast` allows another dtype. `verify="first"`
     checks all wanted bytes before the first tensor changes (and reads twice). `timeout_s` is how long it waits for storage that
-    does not answer.
+    does not answer, and for other ranks a little longer (half of it, at most 30 s), so that they can tell what they wait for.
     """
 
     strict: bool = True

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A committed save: where, which generation and attempt, how much and how long. `warnings` are worth a look."""
+    """A committed save: where, which generation and attempt, how much and how long. `warnings` are worth a look.
+
+    `num_tensors` and `nbytes` are of all ranks together, `written_nbytes` is what this rank wrote. `plan_was_cached` says that
+    the structure was that of an earlier save, so that nothing had to be planned. `differing_values` are addresses of plain values
+    that were not the same on all ranks (that of the first rank is stored); `num_differing_buffers` counts modules' buffers.
+    """
 
     url: str
     step: int | None
@@ -16,12 +21,16 @@ class SaveReport:
     num_tensors: int
     nbytes: int
     duration_s: float
+    written_nbytes: int
+    plan_was_cached: bool
+    differing_values: tuple[str, ...] = ()
+    num_differing_buffers: int = 0
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """A finished load: what was filled and what was not. All tuples hold addresses, but `warnings`.
+    """A finished load: what was filled on this rank and what was not. All tuples hold addresses, but `warnings`.
 
     `nbytes` counts bytes filled, `read_nbytes` bytes fetched. `missing` and `unexpected` are empty after a strict load;
     `not_asked_for` are top-level names of the checkpoint that the app state does not have; `created` are tensors

@@ -26,10 +26,15 @@ def addresses(kept: Kept, prefix: str = "opt/") -> tuple[str, ...]:
     return tuple(address.removeprefix(prefix) for address in kept.tensors.addresses if address.startswith(prefix))
 
 
-def groups(kept: Kept, name: str = "opt") -> list[Any]:
-    """The stored groups."""
-    groups: list[Any] = kept.trees[name]["param_groups"]
+def groups(kept: Kept, name: str = "opt") -> dict[str, Any]:
+    """The stored groups by label."""
+    groups: dict[str, Any] = kept.trees[name]["param_groups"]
     return groups
+
+
+def names(kept: Kept, name: str = "opt") -> list[list[str]]:
+    """The names of the parameters of each stored group."""
+    return [list(group["params"]) for group in groups(kept, name).values()]
 
 
 def test_state_goes_by_fqn() -> None:
@@ -47,9 +52,9 @@ def test_groups_are_options_and_sets_of_names() -> None:
     pairs = [("weight", module.weight), ("bias", module.bias)]
     optimizer = torch.optim.AdamW([{"params": pairs, "lr": torch.tensor(0.5), "name": "all"}], foreach=False)
     kept = keep({"opt": optimizer, "model": module})
-    (group,) = groups(kept)
-    assert ["bias", "weight"] == group["params"]
-    assert ("param_groups/0/lr",) == addresses(kept)
+    (group,) = groups(kept).values()
+    assert {"bias": None, "weight": None} == group["params"]
+    assert ("param_groups/bias/lr",) == addresses(kept)
     assert ("all", (0.9, 0.999)) == (group["options"]["name"], group["options"]["betas"])
     assert "param_names" not in group["options"]
 
@@ -70,8 +75,8 @@ def test_names_do_not_depend_on_the_order_of_the_app_state() -> None:
     shared, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD([shared.weight, other.weight], lr=0.1)
     state = {"z": nn.Sequential(shared), "a": nn.DataParallel(shared), "k": other, "opt": optimizer}
-    for names in (list(state), list(state)[::-1]):
-        assert ["a/weight", "k/weight"] == groups(keep({name: state[name] for name in names}))[0]["params"]
+    for order in (list(state), list(state)[::-1]):
+        assert [["a/weight", "k/weight"]] == names(keep({name: state[name] for name in order}))
 
 
 def test_names_do_not_depend_on_parts_that_have_names_too() -> None:
@@ -79,7 +84,7 @@ def test_names_do_not_depend_on_parts_that_have_names_too() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     optimizers = {"all": torch.optim.SGD(model.parameters(), lr=0.1), "last": torch.optim.SGD(model[1].parameters(), lr=0.1)}
     whole, parted = keep({"model": model, **optimizers}), keep({"head": model[1], "model": model, "a": model[0], **optimizers})
-    assert ["0.bias", "0.weight", "1.bias", "1.weight"] == groups(parted, "all")[0]["params"]
+    assert [["0.bias", "0.weight", "1.bias", "1.weight"]] == names(parted, "all")
     for name in optimizers:
         assert groups(whole, name) == groups(parted, name)
 
@@ -88,14 +93,14 @@ def test_module_that_is_there_twice_counts_once() -> None:
     """The engine and the bare module in one app state do not make an optimizer span two modules."""
     module = nn.Linear(1, 1)
     state = {"a": nn.DataParallel(module), "b": module, "opt": torch.optim.SGD(module.parameters(), lr=0.1)}
-    assert ["bias", "weight"] == groups(keep(state))[0]["params"]
+    assert [["bias", "weight"]] == names(keep(state))
 
 
 def test_optimizer_without_module_goes_by_its_own_names() -> None:
     """`param_names` of torch 2.6 and later stand in for the module."""
     module = nn.Linear(1, 1)
     kept = keep({"opt": torch.optim.SGD(module.named_parameters(), lr=0.1)})
-    assert ["bias", "weight"] == groups(kept)[0]["params"]
+    assert [["bias", "weight"]] == names(kept)
 
 
 def test_parameters_without_any_name_are_refused() -> None:
@@ -114,7 +119,7 @@ def test_module_that_goes_by_its_own_methods_still_names_parameters() -> None:
 
     module = Own(1, 1)
     kept = keep({"opt": torch.optim.SGD(module.parameters(), lr=0.1), "model": module})
-    assert ["bias", "weight"] == groups(kept)[0]["params"]
+    assert [["bias", "weight"]] == names(kept)
 
 
 def test_parameters_hidden_by_state_dict_hooks_have_names() -> None:
@@ -123,14 +128,14 @@ def test_parameters_hidden_by_state_dict_hooks_have_names() -> None:
     module._register_state_dict_hook(lambda _m, state, prefix, _meta: state.update({"w": state.pop(f"{prefix}weight")}) or None)
     module._register_state_dict_hook(lambda _m, state, _prefix, _meta: state.update({"w": state["w"].detach().clone()}))
     kept = keep({"opt": torch.optim.SGD(module.parameters(), lr=0.1), "model": module})
-    assert ["bias", "weight"] == groups(kept)[0]["params"]
+    assert [["bias", "weight"]] == names(kept)
 
 
 def test_tied_parameter_goes_by_its_smallest_name() -> None:
     """State of a tied parameter lies under the name under which the parameter is stored."""
     module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
     module[1].weight = module[0].weight
-    assert ["0.weight"] == groups(keep({"opt": torch.optim.SGD(module.parameters(), lr=0.1), "m": module}))[0]["params"]
+    assert [["0.weight"]] == names(keep({"opt": torch.optim.SGD(module.parameters(), lr=0.1), "m": module}))
 
 
 def test_optimizers_in_a_list_are_one_optimizer() -> None:
@@ -138,7 +143,18 @@ def test_optimizers_in_a_list_are_one_optimizer() -> None:
     module = nn.Linear(1, 1)
     optimizers = [torch.optim.SGD([module.weight], lr=0.1), torch.optim.SGD([module.bias], lr=0.2)]
     kept = keep({"opt": optimizers, "m": module})
-    assert [(["weight"], 0.1), (["bias"], 0.2)] == [(group["params"], group["options"]["lr"]) for group in groups(kept)]
+    assert {"weight": 0.1, "bias": 0.2} == {label: group["options"]["lr"] for label, group in groups(kept).items()}
+    assert [["weight"], ["bias"]] == names(kept)
+
+
+def test_groups_are_labelled_by_their_smallest_name() -> None:
+    """Whatever the order of parameters; groups without any are numbered among themselves, and addresses escape the labels."""
+    module = nn.ModuleDict({"\u00e9": nn.Linear(1, 1), "z": nn.Linear(1, 1)})
+    lists = [[], list(module["\u00e9"].parameters()), [], list(module["z"].parameters())[::-1]]
+    optimizer = torch.optim.SGD([{"params": params, "lr": torch.tensor(0.1)} for params in lists], foreach=False)
+    kept = keep({"opt": optimizer, "m": module})
+    assert ["~0", "\u00e9.bias", "~1", "z.bias"] == list(groups(kept))
+    assert ("z.bias", "~00", "~01", "\u00e9.bias") == tuple(address.split("/")[1] for address in addresses(kept))
 
 
 def test_one_parameter_in_two_optimizers_of_a_list_is_refused() -> None:
@@ -155,8 +171,8 @@ def test_optimizers_in_a_dict_have_names_of_their_own() -> None:
     optimizers = {name: torch.optim.Adam([param]) for name, param in module.named_parameters()}
     for optimizer in optimizers.values():
         step(module, optimizer)
-    names = {name.split("/")[1] for name in addresses(keep({"opt": optimizers, "m": module}), prefix="")} - {"bias", "weight"}
-    assert set() == names
+    stored = addresses(keep({"opt": optimizers, "m": module}), prefix="")
+    assert set() == {name.split("/")[1] for name in stored} - {"bias", "weight"}
     assert "weight/state/weight/step" in addresses(keep({"opt": optimizers, "m": module}))
 
 

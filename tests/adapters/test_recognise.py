@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from anyshard import PerRank, RNGState
 from anyshard.adapters.recognise import Kind, holds, is_object, recognise, unwrap
 from anyshard.errors import InvalidAppState
 from tests.adapters.roundtrip import REGISTRY
@@ -54,6 +55,8 @@ def _hooked_sgd() -> torch.optim.SGD:
         (torch.zeros(1), Kind.TENSOR),
         (nn.Parameter(torch.zeros(1)), Kind.TENSOR),
         (torch.Generator(), Kind.GENERATOR),
+        (PerRank(nn.Linear(1, 1)), Kind.PER_RANK),
+        (RNGState(), Kind.RANDOM_STATE),
         (torch.float32, Kind.VALUE),
         (3, Kind.VALUE),
         (None, Kind.VALUE),

@@ -107,11 +107,21 @@ def test_every_layout_is_filled_in_place(layout: str) -> None:
 def test_source_copies_nothing_before_it_is_read() -> None:
     """A change between capture and read is what the source yields: nothing was copied at capture."""
     tensor = torch.zeros(4)
-    source = tensors.source_of(tensor, "x")
+    source = tensors.source_of(tensor, "w")
     tensor.fill_(7.0)
     out = bytearray(16)
     source.read_into(0, memoryview(out))
     assert tensor.numpy().tobytes() == bytes(out)
+
+
+def test_memory_can_be_freed_after_a_save_and_not_before() -> None:
+    """Neither handle forbids torch to resize a storage, as `Tensor.numpy()` does; a source of what was freed is an error."""
+    tensor = torch.ones(4, 2)
+    source = tensors.source_of(tensor[1:].t(), "s/w")
+    tensors.destination_of(tensor, torch.float32)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(InvalidAppState, match="s/w: expected a tensor that keeps its memory"):
+        source.read_into(0, memoryview(bytearray(4)))
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])

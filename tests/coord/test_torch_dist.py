@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  isort: skip - makes the backend called fake known
-from anyshard.coord.torch_dist import TorchKeyValueStore, make_group
+from anyshard.coord.torch_dist import TorchKeyValueStore, find_ranks, job_token, make_group
 from anyshard.errors import InvalidOption, KeyValueStoreLost
 from tests.coord.conftest import serve_tcp
 
@@ -26,29 +26,6 @@ import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 print(store.port, flush=True)
 sys.stdin.read()
-"""
-
-RANK = """
-import sys
-from datetime import timedelta
-import torch.distributed as dist
-from anyshard.coord.looks import Patience
-from anyshard.coord.torch_dist import make_group
-from tests.coord.thread_ranks import save
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-limit = timedelta(seconds=30)
-store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=limit)
-pair = dist.new_group([0, 2])
-patience = Patience(timeout_s=30)
-found = [save(make_group(), patience=patience), save(make_group([2, 1, 0]), patience=patience)]
-if rank != 1:
-    found.append(save(make_group(pair), patience=patience))
-kept = make_group()
-found += [save(kept, f"save {step}", patience=patience) for step in range(3)]
-dist.destroy_process_group()
-found.append(save(kept, "after the group is gone", patience=patience))
-print(*sorted(set(found)), sep="|")
 """
 
 
@@ -65,10 +42,30 @@ def test_without_a_job_the_process_is_alone() -> None:
     assert (0, (0,)) == (make_group().rank, make_group().ranks)
 
 
-def test_a_group_outside_of_a_job_is_refused() -> None:
+def test_without_a_job_there_is_one_rank_and_no_token() -> None:
+    """Outside of torch.distributed this process is rank 0, and there is no job that could end."""
+    assert ((0,), None) == (find_ranks(None), job_token())
+
+
+@pytest.mark.parametrize("find", [make_group, find_ranks])
+def test_a_group_outside_of_a_job_is_refused(find: Callable[[list[int]], object]) -> None:
     """A list of ranks means nothing before init_process_group."""
     with pytest.raises(InvalidOption, match="call init_process_group first"):
-        make_group([0])
+        find([0])
+
+
+def test_ranks_are_found_without_making_a_group(job: None) -> None:
+    """They are those of the group that would be made."""
+    assert ((0, 1, 2, 3), (1, 3), (1, 2)) == (find_ranks(None), find_ranks([3, 1]), find_ranks(dist.new_group([1, 2])))
+
+
+def test_a_token_does_not_keep_the_job_alive() -> None:
+    """It stays the same as long as the process group does, which ends although the token is held."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    token: Any = job_token()
+    assert token is job_token()
+    dist.destroy_process_group()
+    assert (None, None) == (token(), job_token())
 
 
 def test_all_ranks(job: None) -> None:
@@ -157,28 +154,3 @@ def test_a_store_that_ends(end: signal.Signals) -> None:
             assert time.monotonic() - began_s < 5
         finally:
             server.kill()
-
-
-@pytest.mark.slow
-def test_real_ranks() -> None:
-    """Three processes agree as the whole job, as a list, as a process group, and after the process group is destroyed."""
-    server = serve_tcp()
-    command = [sys.executable, "-c", RANK]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(server.port)], stdout=subprocess.PIPE, env=environment, text=True, cwd=ROOT)
-        for rank in range(3)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100)[0].strip() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    three = "b'table 0 planned; table 1 planned; table 2 planned'"
-    two = "b'table 0 planned; table 1 planned'"
-    assert [f"{three}|{two}", three, f"{three}|{two}"] == [
-        output.replace(f"{two}|{three}", f"{three}|{two}") for output in outputs
-    ]
-
-
-ROOT = Path(__file__).parents[2]

@@ -58,6 +58,7 @@ def save(group: Group, subject: str = "save 1", *, patience: Patience = LONG, fa
 
     with group.agree(subject, patience=patience) as agreement:
         work(agreement, "capture")
+        agreement.fetch(agreement.share(b"what all ranks have alike"))
         agreement.post("table", b"table %d" % group.rank)
         if group.is_coordinator:
             tables = agreement.collect("table")

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import anyshard
+from anyshard.testing.world import World
+from tests.golden import two_ranks
 from tests.golden.contents import make_state
 from tests.golden.cut import save_cut
 
@@ -41,7 +43,19 @@ def _deleted(path: Path) -> None:
     anyshard.ops.delete(path)
 
 
-GOLDENS = {"plain": _plain, "two_blobs": _two_blobs, "overwritten": _overwritten, "deleted": _deleted, "cut": save_cut}
+def _two_ranks(path: Path) -> None:
+    with World(2) as world:
+        world.run(two_ranks.save, str(path))
+
+
+GOLDENS = {
+    "plain": _plain,
+    "two_blobs": _two_blobs,
+    "overwritten": _overwritten,
+    "deleted": _deleted,
+    "cut": save_cut,
+    "two_ranks": _two_ranks,
+}
 
 if __name__ == "__main__":
     main()

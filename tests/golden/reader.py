@@ -7,6 +7,7 @@ import struct
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import date, datetime, timedelta
+from functools import reduce
 from itertools import groupby
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ VALUES |= {16: bytearray, 17: memoryview, 18: io.BytesIO, 19: lambda p: NAMED[p[
 VALUES |= {20: lambda p: np.frombuffer(p[1], DTYPES[p[0]]).reshape(())[()]}
 VALUES |= {21: lambda p: np.frombuffer(p[2], DTYPES[p[0]]).reshape(p[1]).copy(), 22: datetime.fromisoformat}
 VALUES |= {23: date.fromisoformat, 24: lambda p: timedelta(*p), 25: lambda p: UUID(bytes=p), 26: lambda p: ("registered", *p)}
+VALUES |= {27: lambda p: ("per rank", *p)}
 
 
 def _need(ok, rule):
@@ -105,8 +107,27 @@ def _unpack(data):
     return msgspec.msgpack.decode(data, ext_hook=lambda code, payload: VALUES[code](_unpack(payload)))
 
 
+def _merge(one, other):
+    """Unite the value trees of two ranks."""
+    maps = [type(tree) is dict and {*map(type, tree)} <= {str} for tree in (one, other)]
+    if all(maps):
+        return one | {key: _merge(one[key], tree) if key in one else tree for key, tree in other.items()}
+    _need(not ((maps[0] and one) or (maps[1] and other)), "trees that fit together")
+    return one
+
+
+def _values(section, payloads):
+    """Return the value tree of a section, and its per-rank values by address and key."""
+    first = payloads[section, 0]
+    trees = [payloads[section, rank] for rank in (0, *first.get("also", ()))]
+    per_rank = {
+        at: {key: payloads[section, rank]["per_rank"][at] for key, rank in keys} for at, keys in first.get("keys", {}).items()
+    }
+    return reduce(_merge, [tree["shared"] for tree in trees if "shared" in tree]), per_rank
+
+
 def read(path: Path) -> dict:
-    """Return `step`, `user`, `tensors` and `values` of the checkpoint in a directory."""
+    """Return `step`, `user`, `tensors`, `values` and values `per_rank` of the checkpoint in a directory."""
     manifest = _manifest(root := path.resolve())
     index = _file(root, manifest["index"]["name"], manifest["index"]["nbytes"])
     _need(manifest["index"]["digest"] == f"xxh3-128:{xxh3_128_hexdigest(index)}", "digest of the index")
@@ -115,6 +136,9 @@ def read(path: Path) -> dict:
     groups = {address: [*own] for address, own in groupby(rows, lambda row: row["address"])}
     tensors = {address: _tensor(own, blobs) for address, own in groups.items() if own[0]["alias_of"] is None}
     tensors |= {address: tensors[own[0]["alias_of"]] for address, own in groups.items() if own[0]["alias_of"] is not None}
-    firsts = {slots[-1]["address"]: slots[-1]["data"] for slots in reversed(blobs) if slots[-1]["dtype"] == "msgpack"}
-    values = {section: _unpack(firsts[section])["shared"] for section in manifest["sections"]}
-    return {"step": manifest["step"], "user": manifest["user"], "tensors": tensors, "values": values}
+    firsts = [(of, slots[-1]) for of, slots in zip(manifest["blobs"], blobs, strict=True) if slots[-1]["dtype"] == "msgpack"]
+    payloads = {(of["section"], of["rank"]): _unpack(slot["data"]) for of, slot in firsts}
+    found = {section: _values(section, payloads) for section in manifest["sections"]}
+    values = {section: tree for section, (tree, _) in found.items()}
+    per_rank = {at: trees for _, own in found.values() for at, trees in own.items()}
+    return {"step": manifest["step"], "user": manifest["user"], "tensors": tensors, "values": values, "per_rank": per_rank}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 
 import anyshard
 from anyshard.records.values import TensorMark
+from anyshard.testing.world import Worlds
+from tests.golden import two_ranks
 from tests.golden.contents import fill, make_state, make_values
 from tests.golden.cut import ADDRESS, whole
 
@@ -41,12 +43,16 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, object]]:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from leaves(value, f"{path}/{key!r}")
     elif isinstance(node, torch.Tensor):
-        data = node.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if node.numel() else b""
-        yield path, (str(node.dtype), tuple(node.shape), data)
+        yield path, (str(node.dtype), tuple(node.shape), tensor_bytes(node))
     elif isinstance(node, np.ndarray):
         yield path, (str(node.dtype), node.shape, node.tobytes())
     else:
         yield path, (type(node), node)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -75,6 +81,48 @@ def test_cut_golden_opens() -> None:
     assert np.array_equal(whole(), checkpoint[ADDRESS].numpy())
     assert np.array_equal(whole()[2:8, 2:5], checkpoint[ADDRESS][2:8, 2:5])
     assert {"weight": TensorMark(ADDRESS, "tensor")} == checkpoint.values("model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "load",
+    [
+        two_ranks.load,
+        pytest.param(
+            two_ranks.load_random_state,
+            marks=pytest.mark.skipif(torch.accelerator.is_available(), reason="it is the random state of ranks without one"),
+        ),
+    ],
+)
+def test_two_ranks_golden_loads_on_two_ranks(worlds: Worlds, load: Callable[[str], object]) -> None:
+    """Each rank gets its shards, what only it had, and what it has of its own by key."""
+    for expected, found in worlds(2).run(load, str(HERE / "two_ranks")):
+        assert expected == found
+
+
+def test_two_ranks_golden_loads_in_one_process() -> None:
+    """What two ranks had laid out fills whole tensors."""
+    addresses = ("model/weight", "model/bias", "stages/layers.0", "stages/layers.1")
+    expected: dict[str, dict[str, object]] = {"model": {}, "stages": {}}
+    for section, name in (address.split("/") for address in addresses):
+        expected[section][name] = two_ranks.whole(f"{section}/{name}")
+    expected["stages"] |= {"both": {"layers.2": two_ranks.whole("stages/both/layers.2")}, "of_0": None, "of_1": None}
+    state = blank(expected)
+    anyshard.load(HERE / "two_ranks", state)
+    expected["stages"] |= {"of_0": two_ranks.OWN_VALUES[0], "of_1": two_ranks.OWN_VALUES[1]}
+    assert list(leaves(expected)) == list(leaves(state))
+
+
+def test_two_ranks_golden_opens() -> None:
+    """Offline, tensors are whole, value trees united, and per-rank values listed by rank."""
+    with anyshard.open(HERE / "two_ranks") as checkpoint:
+        found = {address: checkpoint[address][...].tobytes() for address in checkpoint}
+        orders = {rank: loader["order"].address for rank, loader in checkpoint["loader"].items()}
+        assert {address: tensor_bytes(two_ranks.whole(address)) for address in two_ranks.TENSORS} == found
+        assert {0: "loader/order/~r0", 1: "loader/order/~r1"} == orders
+        assert two_ranks.OWN_VALUES == (checkpoint["stages/of_0"], checkpoint["stages/of_1"])
+        assert ({"epoch": 3}, "of rank 1") == (checkpoint.values("values"), checkpoint["last"])
+        assert ({0: {"rank": 0}, 1: {"rank": 1}}, {0: [1.5]}) == (checkpoint["mine"], checkpoint["alike"])
 
 
 def test_deleted_golden_is_not_found() -> None:

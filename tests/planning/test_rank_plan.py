@@ -32,6 +32,13 @@ def list_rows(part: RankPlan) -> list[tuple[str, int, str, object]]:
     ]
 
 
+def list_held(part: RankPlan) -> list[tuple[str, object, bool]]:
+    """Address and region of each of the rank's own rows, and whether it is a buffer."""
+    shards, is_buffer = part.held.shards, part.held.is_buffer
+    tensors = shards.tensor.tolist()
+    return [(shards.tensors.addresses[t], shards.region(row), bool(is_buffer[t])) for row, t in enumerate(tensors)]
+
+
 @settings(max_examples=50)
 @given(groups(), st.integers(1, 2000))
 def test_a_plan_comes_back_whole(tables: list[RankTable], max_blob_nbytes: int) -> None:
@@ -44,8 +51,9 @@ def test_a_plan_comes_back_whole(tables: list[RankTable], max_blob_nbytes: int) 
         assert [(blob.section, blob.rank, blob.k) for blob in part.plan.blobs] == [
             (blob.section, blob.rank, blob.k) for blob in back.plan.blobs
         ]
-        for name in ("local_row", "start", "nbytes"):
+        for name in ("local_row", "start", "nbytes", "replica_set"):
             assert getattr(part, name).tolist() == getattr(back, name).tolist()
+        assert list_held(part) == list_held(back)
 
 
 def test_ties_of_other_ranks_come_with_the_plan() -> None:
@@ -98,9 +106,12 @@ def make_message(**changes: Any) -> bytes:
         "local_row": [1, 0],
         "start": [16, 0],
         "nbytes": [16, 12],
+        "replica_set": [-1, 3],
+        "is_buffer": [0, 1],
     }
     fields |= changes
-    columns = [pack_ints(np.array(fields.pop(name), dtype=np.int64)) for name in ("local_row", "start", "nbytes")]
+    names = ("local_row", "start", "nbytes", "replica_set", "is_buffer")
+    columns = [pack_ints(np.array(fields.pop(name), dtype=np.int64)) for name in names]
     return pack_message(msgspec.msgpack.encode([*fields.values(), *columns]))
 
 
@@ -108,6 +119,7 @@ def test_the_message_says_what_it_says() -> None:
     """The message that the refusals below are made from is a plan."""
     back = decode_rank_plan(make_message(), OWN)
     assert [("a", 0, "a/w", ((2, 0), (2, 2))), ("a", 1, "a/v", ((0,), (3,)))] == list_rows(back)
+    assert ([-1, 3], [False, True]) == (back.replica_set.tolist(), back.held.is_buffer.tolist())
 
 
 @pytest.mark.parametrize(
@@ -123,6 +135,8 @@ def test_the_message_says_what_it_says() -> None:
         ({"nbytes": [12, 12]}, "whole rows"),
         ({"blobs": [("a", 0, 3), ("a", 1, -1)]}, "blobs of 0 or more rows"),
         ({"blobs": [("a", 0, 1)]}, "expected 1 numbers"),
+        ({"replica_set": [0]}, "expected 2 numbers"),
+        ({"is_buffer": [0, 0, 0]}, "expected 2 numbers"),
         ({"ties": {"a/x": "a/y"}}, "ties to tensors of this rank"),
         ({"rank": "1"}, "a record Part"),
     ],

@@ -45,17 +45,13 @@ def test_sets_are_equal_exactly_if_their_holders_are(tables: list[RankTable]) ->
     assert len(pairs) == len({holder for holder, _ in pairs}) == len({number for _, number in pairs})
 
 
-def test_a_tie_that_another_rank_sees_makes_one_region_of_two() -> None:
-    """Names that are one tensor elsewhere are one here, held once, by the row of the smaller name."""
+def test_a_tensor_on_one_rank_that_is_two_on_another_is_refused() -> None:
+    """Nobody can tell which of two tensors to store for a name that ties them elsewhere."""
     tied = make_tensor_table(["a/head", "a/tok"], ["uint8"] * 2, [(4,)] * 2, {"a/tok": "a/head"})
     loose = make_tensor_table(["a/head", "a/tok"], ["uint8"] * 2, [(4,)] * 2, {})
-    tables = [make_rank_table(whole_shards(tensors), ("a",)) for tensors in (loose, tied)]
-    replicas = find_replicas(unite(tables))
-    assert ([0], [0, 1], [0, 0]) == (
-        replicas.regions.tensor.tolist(),
-        replicas.table.tolist(),
-        replicas.row.tolist(),
-    )
+    tables = [make_rank_table(whole_shards(tensors), ("a",)) for tensors in (tied, loose)]
+    with pytest.raises(InvalidAppState, match=r"a/head and a/tok: expected them to be one .* found two on rank 1"):
+        find_replicas(unite(tables))
 
 
 @pytest.mark.parametrize(

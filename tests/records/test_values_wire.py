@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from anyshard.records.values import TensorMark, Unregistered, ValueRegistry, decode_value, encode_value
+from anyshard.records.values import PerRankMark, TensorMark, Unregistered, ValueRegistry, decode_value, encode_value
 from anyshard.records.values_kinds import Code
 from tests.records.value_facts import describe
 
@@ -62,6 +62,7 @@ WIRE = [
     (datetime.timedelta(days=-1, seconds=2), "d618" + "93ff0200"),
     (uuid.UUID(int=5), "c71219" + "c410" + "00" * 15 + "05"),
     (Unregistered("app.Point", [1], bytes.fromhex("92a96170702e506f696e749101")), "c70d1a" + "92a96170702e506f696e749101"),
+    (PerRankMark("rng"), "c7051b" + "91a3726e67"),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anyshard.adapters.findings import Findings
 from anyshard.adapters.overlaps import Owner, find_common_runs, find_overlaps, make_place, overlaps_itself
+from anyshard.adapters.placements import regions_of
 from anyshard.adapters.tensors import (
     array_bits,
     can_cast,
@@ -21,39 +22,58 @@ from anyshard.adapters.tensors import (
     dtype_name,
     identity,
     inner_tensors,
+    is_dtensor,
     is_flattened,
+    local_tensor,
     torch_dtype,
 )
 from anyshard.errors import InvalidAppState, Mismatch
 from anyshard.records.addresses import component, join_address, show
 from anyshard.records.arrays import numpy_dtype
 from anyshard.records.captured import Stored, StoredRun
-from anyshard.records.handles import ArrayDestination, Destination
-from anyshard.records.tables import NOT_AN_ALIAS, ShardTable, make_tensor_table, whole_shards
+from anyshard.records.handles import ArrayDestination, Destination, Slices
+from anyshard.records.tables import NOT_AN_ALIAS, ShardTable, make_tensor_table
 from anyshard.records.values import TensorMark, collect_marks, map_marks
 
 Make: TypeAlias = Callable[[], Any]
 NewTensor: TypeAlias = Callable[[TensorMark, tuple[int, ...], torch.dtype], torch.Tensor]
 Tie: TypeAlias = tuple[StoredRun, StoredRun]
+Region: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
 
 
 @dataclass(slots=True)
 class _Fill:
-    """One piece of live memory, the stored tensors that want to fill it, and the live names it has.
+    """One live tensor or array, the stored tensors that want to fill it, and the live names it has.
 
-    `is_image`: its memory will hold the stored bytes as they are.
+    `owner` is its memory on this rank: the local tensor of a DTensor. `regions` are those that this rank holds, each with a
+    destination. `is_image`: the memory will hold the stored bytes, all of them, as they are.
     """
 
+    live: Owner
     owner: Owner
-    destination: Destination
+    regions: tuple[Region, ...]
+    destinations: tuple[Destination, ...]
     is_image: bool
     rows: set[int] = field(default_factory=set)
     names: list[str] = field(default_factory=list)
 
+    @property
+    def row(self) -> int:
+        """The stored tensor that it is filled from; others must have the same bytes."""
+        return min(self.rows)
+
+    @property
+    def name(self) -> str:
+        """The smallest of its names."""
+        return min(self.names, key=str.encode)
+
 
 @dataclass(frozen=True, slots=True)
 class Fills:
-    """The outcome: what is wanted of the checkpoint and where it goes, ordered by stored address."""
+    """The outcome: the regions that are wanted of the checkpoint and where each goes, ordered by stored address, then offsets.
+
+    `tensors` are all that will have changed: plain and local tensors, and the DTensors around them.
+    """
 
     wanted: ShardTable
     destinations: tuple[Destination, ...]
@@ -131,17 +151,19 @@ class Filler:
         for address, of_live in self._missing:
             if of_live not in self._fills:
                 self._findings.miss(address)
-        fills = sorted(self._fills.values(), key=lambda fill: min(fill.rows))
+        fills = sorted(self._fills.values(), key=lambda fill: fill.row)
         for fill in fills:
             if len(fill.rows) > 1:
-                self._tie_rows(sorted(fill.rows))
+                self._tie_rows(sorted(fill.rows), fill.regions)
         self._tie_overlaps(fills)
+        pieces = [(fill, *piece) for fill in fills for piece in zip(fill.regions, fill.destinations, strict=True)]
+        pieces.sort(key=lambda piece: (piece[0].row, piece[1]))
         return Fills(
-            self._tabulate([min(fill.rows) for fill in fills]),
-            tuple(fill.destination for fill in fills),
+            self._tabulate([(fill.row, region) for fill, region, _ in pieces]),
+            tuple(destination for _, _, destination in pieces),
             tuple(self._ties),
-            tuple(min(fill.names, key=str.encode) for fill in fills),
-            tuple(fill.owner for fill in fills if isinstance(fill.owner, torch.Tensor)),
+            tuple(fill.name for fill, _, _ in pieces),
+            tuple(_list_changed(fills)),
         )
 
     def _fill_inner(self, node: object, live: torch.Tensor, address: str) -> None:
@@ -172,9 +194,7 @@ class Filler:
     def _add_tensor(self, mark: TensorMark, live: torch.Tensor, address: str) -> None:
         key = identity(live)
         if key not in self._fills:
-            dtype = torch_dtype(self.dtype_of(mark))
-            is_image = dtype == live.dtype and not live.is_conj() and not live.is_neg()
-            self._fills[key] = _Fill(live, destination_of(live, dtype), is_image)
+            self._fills[key] = _make_fill(live, torch_dtype(self.dtype_of(mark)), address)
         self._fills[key].rows.add(self.row_of(mark))
         self._fills[key].names.append(address)
 
@@ -192,7 +212,7 @@ class Filler:
     def _make_tensor(self, mark: TensorMark, new_tensor: NewTensor) -> torch.Tensor:
         tensor = new_tensor(mark, self.shape_of(mark), torch_dtype(self.dtype_of(mark)))
         # Leaves that were tied when they were saved come back as one tensor.
-        tensor = self._made.setdefault((self.row_of(mark), (tensor.device, tensor.stride())), tensor)
+        tensor = self._made.setdefault((self.row_of(mark), _layout_of(tensor)), tensor)
         self._add_tensor(mark, tensor, mark.address)
         self._findings.created.append(mark.address)
         return tensor
@@ -209,31 +229,45 @@ class Filler:
     def _add_array(self, mark: TensorMark, array: NDArray[Any]) -> None:
         key = ("array", id(array))
         if key not in self._fills:
-            self._fills[key] = _Fill(array, ArrayDestination(array_bits(array)), is_image=True)
+            whole, destination = _whole(array.shape), ArrayDestination(array_bits(array))
+            self._fills[key] = _Fill(array, array, (whole,), (destination,), is_image=True)
         fill = self._fills[key]
         fill.rows.add(self.row_of(mark))
         fill.names.append(mark.address)
 
-    def _tabulate(self, rows: list[int]) -> ShardTable:
-        table, kept = self._tensors, sorted(set(rows))
+    def _tabulate(self, pieces: Sequence[tuple[int, Region]]) -> ShardTable:
+        table, kept = self._tensors, sorted({row for row, _ in pieces})
         tensors = make_tensor_table(
             [table.addresses[row] for row in kept], [table.dtypes[row] for row in kept], [table.shape(row) for row in kept], {}
         )
-        whole = whole_shards(tensors)
-        repeated = np.searchsorted(np.array(kept, dtype=np.int64), np.array(rows, dtype=np.int64))
-        return ShardTable(tensors, whole.tensor[repeated], whole.offsets[repeated], whole.lengths[repeated])
+        number = {row: position for position, row in enumerate(kept)}
+        offsets = np.zeros((len(pieces), tensors.shapes.shape[1]), dtype=np.int64)
+        lengths = np.ones_like(offsets)
+        for position, (_, region) in enumerate(pieces):
+            ndim = len(region[0])
+            offsets[position, :ndim], lengths[position, :ndim] = region
+        return ShardTable(tensors, np.array([number[row] for row, _ in pieces], dtype=np.int64), offsets, lengths)
 
     def tie(self, marks: Sequence[TensorMark]) -> None:
         """Have the bytes of stored tensors of one shape and dtype compared before the fill: they must be equal."""
-        self._tie_rows(sorted({self.row_of(mark) for mark in marks}))
+        rows = sorted({self.row_of(mark) for mark in marks})
+        self._tie_rows(rows, [_whole(self._tensors.shape(rows[0]))])
 
-    def _tie_rows(self, rows: Sequence[int]) -> None:
-        first, *others = (self._whole_run(row) for row in rows)
-        self._ties.extend((first, other) for other in others)
+    def _tie_rows(self, rows: Sequence[int], regions: Iterable[Region]) -> None:
+        for region in regions:
+            first, *others = (self._find_slab(row, region) for row in rows)
+            self._ties.extend((first, other) for other in others)
 
-    def _whole_run(self, row: int) -> StoredRun:
-        shape = self._tensors.shape(row)
-        return StoredRun(self._tensors.addresses[row], tuple(range(len(shape))), 0, math.prod(shape))
+    def _find_slab(self, row: int, region: Region) -> StoredRun:
+        """The thinnest slab of a stored tensor, from end to end in all dims but one, that a region lies in."""
+        (offsets, lengths), shape = region, self._tensors.shape(row)
+        address, dims, nelements = self._tensors.addresses[row], tuple(range(len(shape))), math.prod(shape)
+        if lengths == shape:
+            return StoredRun(address, dims, 0, nelements)
+        across = min(dims, key=lambda dim: lengths[dim] / shape[dim])
+        order = (across, *(dim for dim in dims if dim != across))
+        start, thickness = (num * (nelements // shape[across]) for num in (offsets[across], lengths[across]))
+        return StoredRun(address, order, start, start + thickness)
 
     def _tie_overlaps(self, fills: Sequence[_Fill]) -> None:
         """Tie what lies on the same memory, such as a transposed view: it can be loaded if the stored bytes agree."""
@@ -249,13 +283,42 @@ class Filler:
             runs = find_common_runs(one, other) if pair[0].is_image and pair[1].is_image else None
             if runs is None:
                 raise InvalidAppState(
-                    f"{show(one.name)} and {show(other.name)}: expected tensors with memory of their own, or dense ones of equal "
-                    f"dtypes, found that they overlap; leave one of them out with exclude=[...]"
+                    f"{show(one.name)} and {show(other.name)}: expected tensors with memory of their own, or whole dense ones "
+                    f"of equal dtypes, found that they overlap; leave one of them out with exclude=[...]"
                 )
-            first, second = (
-                StoredRun(self._tensors.addresses[min(fill.rows)], *run) for fill, run in zip(pair, runs, strict=True)
-            )
+            first, second = (StoredRun(self._tensors.addresses[fill.row], *run) for fill, run in zip(pair, runs, strict=True))
             self._ties.append((first, second))
+
+
+def _make_fill(live: torch.Tensor, dtype: torch.dtype, address: str) -> _Fill:
+    """How a live tensor takes elements stored as `dtype`, region by region."""
+    owner, whole = local_tensor(live, address), _whole(live.shape)
+    places: dict[Region, Slices] = {whole: ()}
+    if is_dtensor(live):
+        held = regions_of(live, address)
+        pairs = zip(held.offsets.tolist(), held.lengths.tolist(), strict=True)
+        places = {(tuple(offsets), tuple(lengths)): held.slices(row) for row, (offsets, lengths) in enumerate(pairs)}
+    destinations = tuple(destination_of(owner[where], dtype) for where in places.values())
+    is_image = whole in places and dtype == live.dtype and not owner.is_conj() and not owner.is_neg()
+    return _Fill(live, owner, tuple(places), destinations, is_image)
+
+
+def _whole(shape: Sequence[int]) -> Region:
+    return (0,) * len(shape), tuple(shape)
+
+
+def _layout_of(tensor: torch.Tensor) -> object:
+    on_ranks = (tensor.device_mesh, tensor.placements) if is_dtensor(tensor) else None
+    return tensor.device, tensor.stride(), on_ranks
+
+
+def _list_changed(fills: Iterable[_Fill]) -> Iterator[torch.Tensor]:
+    for fill in fills:
+        if fill.regions and isinstance(fill.owner, torch.Tensor):
+            yield fill.owner
+            # Autograd counts the versions of a DTensor apart from those of the local tensor.
+            if isinstance(fill.live, torch.Tensor) and fill.live is not fill.owner:
+                yield fill.live
 
 
 def _describe(node: object) -> str:

@@ -67,14 +67,20 @@ class Selection:
 
 @final
 class Findings:
-    """Differences and remarks, gathered over the whole app state so that one error can list them all."""
+    """Differences and remarks, gathered over the whole app state so that one error can list them all.
 
-    def __init__(self, options: LoadOptions) -> None:
+    Without `judge_surplus`, what only the checkpoint has and globs without a match are listed apart, and are no differences:
+    other ranks may have them.
+    """
+
+    def __init__(self, options: LoadOptions, *, judge_surplus: bool = True) -> None:
         self.options = options
+        self.judges_surplus = judge_surplus
         self.selection = Selection(options.only, options.exclude)
         self.differences: list[Difference] = []
         self.missing: list[str] = []
         self.unexpected: list[str] = []
+        self.surplus: list[str] = []
         self.replaced_values: list[str] = []
         self.created: list[str] = []
         self.warnings: list[str] = []
@@ -100,7 +106,10 @@ class Findings:
             self.differ(Mismatch.MISSING, address, expected=expected, found=found)
 
     def surprise(self, address: str) -> None:
-        """Record a selected address of the checkpoint that the app state lacks: an error if strict."""
+        """Record a selected address of the checkpoint that the app state lacks: an error if strict and if it is ours to judge."""
+        if not self.judges_surplus:
+            self.surplus.append(address)
+            return
         self.unexpected.append(address)
         if self.options.strict:
             self.differ(Mismatch.UNEXPECTED, address, expected="in the app state", found="only in the checkpoint")
@@ -111,13 +120,18 @@ class Findings:
 
     def check_matches(self, sections: tuple[str, ...]) -> None:
         """Refuse a load that would do nothing: globs of `only` without a match, sections with no address in common."""
-        useless, unused = self.selection.list_unused()
-        for glob in useless:
-            self.differ(Mismatch.MISSING, glob, expected="an address that this glob of only= matches", found="none")
-        for glob in unused:
-            self.warn(f"exclude={glob!r} matched no address")
+        if self.judges_surplus:
+            useless, unused = self.selection.list_unused()
+            for glob in useless:
+                self.differ(Mismatch.MISSING, glob, expected="an address that this glob of only= matches", found="none")
+            for glob in unused:
+                self.warn(f"exclude={glob!r} matched no address")
         if not self.options.strict:
             self._check_each(sections)
+
+    def list_unmatched(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The globs of `only` and of `exclude` without a match that other ranks may have one for."""
+        return ((), ()) if self.judges_surplus else self.selection.list_unused()
 
     def _check_each(self, sections: tuple[str, ...]) -> None:
         """A section that is not stored at all may be left out, but not all of them."""

@@ -13,7 +13,7 @@ from anyshard.adapters.findings import Findings
 from anyshard.options import LoadOptions
 from anyshard.records.addresses import show
 from anyshard.records.captured import Stored
-from anyshard.records.values import Unregistered, ValueRegistry, iterate_leaves
+from anyshard.records.values import PerRankMark, Unregistered, ValueRegistry, iterate_leaves
 
 # Gives what stands at a place of the app state after the load: the live object itself, or what replaces it in its parent.
 Settle: TypeAlias = Callable[[], Any]
@@ -34,9 +34,9 @@ class Phase(enum.IntEnum):
 class Intake:
     """One load being planned. Nothing of the app state changes before the actions are run."""
 
-    def __init__(self, stored: Stored, options: LoadOptions, registry: ValueRegistry) -> None:
+    def __init__(self, stored: Stored, options: LoadOptions, registry: ValueRegistry, *, world_size: int = 1) -> None:
         self.registry = registry
-        self.findings = Findings(options)
+        self.findings = Findings(options, judge_surplus=world_size == 1)
         self.filler = Filler(stored, self.findings)
         self._actions: list[tuple[Phase, Action]] = []
 
@@ -46,6 +46,9 @@ class Intake:
         leaves = tuple(iterate_leaves(node))
         if not leaves:
             return lambda: node
+        if any(type(leaf) is PerRankMark for leaf in leaves):
+            found = "a per-rank value below it; have one in anyshard.PerRank there"
+            self.findings.refuse(address, expected="values that all ranks share", found=found)
         if any(type(leaf) is Unregistered for leaf in leaves):
             self.findings.warn(
                 f"{show(address)}: holds a value of a type that is not registered here, which comes as an Unregistered record; "

@@ -72,11 +72,12 @@ def _miss_entry(handover: _Handover, fqn: str, *, at: str, intake: Intake) -> No
 
 
 def _refuse_surplus(fqn: str, at: str, intake: Intake) -> None:
-    if not intake.findings.selection.takes_whole(at):
+    findings = intake.findings
+    if not findings.selection.takes_whole(at):
         return
-    if not is_extra_state(fqn):
-        intake.findings.surprise(at)
-    else:
+    if not is_extra_state(fqn) or (findings.options.strict_extra_state and not findings.judges_surplus):
+        findings.surprise(at)
+    elif findings.judges_surplus:
         _report_extra_state(Mismatch.UNEXPECTED, at, "the module takes no such extra state; it was passed over", intake)
 
 

@@ -55,10 +55,13 @@ class ModuleView:
                 raise _clash(address, fqn, f"{self.keys[fqn]!r} and {key!r} of one module")
             self.keys[fqn] = key
 
+    def list_buffers(self) -> list[str]:
+        """FQNs of all buffers, by looking at the module, whether or not they are in the state dict."""
+        return [canonical_fqn(self.module, name) for name, _ in self.module.named_buffers(remove_duplicate=False)]
+
     def list_unsaved_buffers(self) -> list[str]:
         """FQNs of the buffers that are not in the state dict (non-persistent ones)."""
-        names = (canonical_fqn(self.module, name) for name, _ in self.module.named_buffers(remove_duplicate=False))
-        return [name for name in names if name not in self.keys]
+        return [fqn for fqn in self.list_buffers() if fqn not in self.keys]
 
 
 def name_parameters(module: torch.nn.Module, state: Mapping[str, object]) -> dict[int, str]:
@@ -102,10 +105,13 @@ def _clash(address: str, fqn: str, found: str) -> InvalidAppState:
 def capture_modules(views: Sequence[ModuleView], address: str, collector: Collector) -> dict[str, object]:
     """The tree of the modules under one name: FQN -> mark or value."""
     owners = unite_views(views, address)
+    buffers = {fqn for view in views for fqn in view.list_buffers()}
     for view in views:
         if unsaved := view.list_unsaved_buffers():
             collector.warn(f"{show(address)}: non-persistent buffers are not stored: {', '.join(unsaved)}")
-    return {
-        fqn: collector.take(view.state[view.keys[fqn]], join_address(address, component(fqn, within=address)))
-        for fqn, view in owners.items()
-    }
+    tree: dict[str, object] = {}
+    collector.branch(address)
+    for fqn, view in owners.items():
+        take = collector.take_buffer if fqn in buffers else collector.take
+        tree[fqn] = take(view.state[view.keys[fqn]], join_address(address, component(fqn, within=address)))
+    return tree

@@ -16,10 +16,11 @@ import torch
 from anyshard.adapters.fills import Make, NewTensor
 from anyshard.adapters.intake import Intake, Phase, Settle, keep
 from anyshard.adapters.nested import describe_node, is_tensor, load_container
-from anyshard.adapters.optimizers import LiveGroup, name_groups
+from anyshard.adapters.optimizers import LiveGroup, label_groups, name_groups
 from anyshard.adapters.recognise import holds
+from anyshard.adapters.shard_state import NO_SHARD, take_shards
 from anyshard.adapters.survey import ModuleNames
-from anyshard.adapters.tensors import dtype_name
+from anyshard.adapters.tensors import dtype_name, is_dtensor, local_tensor
 from anyshard.errors import Mismatch
 from anyshard.records.addresses import component, join_address, show
 from anyshard.records.values import (
@@ -41,7 +42,7 @@ _SCHEDULER_OPTIONS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum"
 
 @dataclass(frozen=True, slots=True)
 class _StoredGroup:
-    position: int
+    label: str
     options: Mapping[str, object]
     params: tuple[str, ...]
 
@@ -49,7 +50,7 @@ class _StoredGroup:
 @dataclass(frozen=True, slots=True)
 class _StoredOptimizer:
     state: Mapping[str, object]
-    groups: tuple[_StoredGroup, ...]
+    groups: Mapping[str, _StoredGroup]
     other: Mapping[str, object]
 
 
@@ -77,20 +78,19 @@ def _read_tree(node: object) -> _StoredOptimizer | None:
     if not isinstance(node, dict) or not {"state", "param_groups"} <= node.keys() <= {"state", "param_groups", "other"}:
         return None
     state, groups, other = node["state"], node["param_groups"], node.get("other", {})
-    if not (isinstance(state, dict) and isinstance(groups, list) and isinstance(other, dict)):
+    if not (isinstance(state, dict) and isinstance(groups, dict) and isinstance(other, dict)):
         return None
-    if not all(map(_is_group, groups)):
+    if not all(isinstance(label, str) and _is_group(group) for label, group in groups.items()):
         return None
-    return _StoredOptimizer(
-        state, tuple(_StoredGroup(k, group["options"], tuple(group["params"])) for k, group in enumerate(groups)), other
-    )
+    read = {label: _StoredGroup(label, group["options"], tuple(group["params"])) for label, group in groups.items()}
+    return _StoredOptimizer(state, read, other)
 
 
 def _is_group(group: object) -> bool:
     if not isinstance(group, dict) or group.keys() != {"options", "params"}:
         return False
     options, params = group["options"], group["params"]
-    return isinstance(options, dict) and isinstance(params, list) and all(isinstance(name, str) for name in (*params, *options))
+    return isinstance(options, dict) and isinstance(params, dict) and all(isinstance(name, str) for name in (*params, *options))
 
 
 @final
@@ -102,14 +102,14 @@ class _OptimizerLoader:
         self._address = address
         self._intake = intake
         self._findings = intake.findings
-        self._group_of = {name: group for group in stored.groups for name in group.params}
+        self._group_of = {name: group for group in stored.groups.values() for name in group.params}
 
     def compare_kinds(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn where the stored options look as if another class of optimizer had been saved; they are loaded all the same."""
         own = {option for optimizer in optimizers for group in optimizer.param_groups for option in group}
         kept = {option for optimizer in optimizers for option in optimizer.defaults}
         ours = sorted(kept - IMPLEMENTATION_OPTIONS)
-        theirs = sorted({option for group in self._stored.groups for option in group.options} - IMPLEMENTATION_OPTIONS)
+        theirs = sorted({option for group in self._stored.groups.values() for option in group.options} - IMPLEMENTATION_OPTIONS)
         if self._stored.groups and (set(theirs) - own - _SCHEDULER_OPTIONS or set(ours) - set(theirs)):
             kinds = "/".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
             self._findings.warn(
@@ -119,22 +119,21 @@ class _OptimizerLoader:
 
     def load_groups(self, groups: Sequence[LiveGroup]) -> None:
         """Give each live group the options of the stored group that holds its parameters; empty ones go by position."""
-        empty = iter([group for group in self._stored.groups if not group.params])
-        for position, group in enumerate(groups):
-            address = join_address(self._address, "param_groups", str(position))
-            source = self._find_group(group, address) if group.names else next(empty, None)
+        for label, group in zip(label_groups(groups), groups, strict=True):
+            address = join_address(self._address, "param_groups", component(label, within=self._address))
+            source = self._find_group(group, address) if group.names else self._stored.groups.get(label)
             if source is not None:
                 self._load_options(group, source, address)
 
     def _find_group(self, group: LiveGroup, address: str) -> _StoredGroup | None:
-        sources = {self._group_of[name].position: name for name in group.names if name in self._group_of}
+        sources = {self._group_of[name].label: name for name in group.names if name in self._group_of}
         if not sources:
             return None
-        first, *others = sorted(sources)
+        first, *others = sorted(sources, key=str.encode)
         for other in others:
             differing = self._compare_options(self._stored.groups[first].options, self._stored.groups[other].options, address)
             if differing:
-                found = f"{sources[first]} in stored group {first} and {sources[other]} in stored group {other}"
+                found = f"{sources[first]} in the stored group of {first} and {sources[other]} in that of {other}"
                 self._findings.differ(
                     Mismatch.GROUP,
                     address,
@@ -188,7 +187,8 @@ class _OptimizerLoader:
             return
         self._findings.match(at)
         if is_stored:
-            settle = self._load_entry(state.get(param), self._stored.state[name], at, new_tensor=_make_like(param, group))
+            node = take_shards(self._stored.state[name], state.get(param), param, address=at, intake=self._intake)
+            settle = self._load_entry(state.get(param), node, at, new_tensor=_make_like(param, group))
             self._intake.later(Phase.OPTIMIZERS, partial(_set_item, state, param, settle))
         elif param in state and self._findings.selection.takes_whole(at):
             # The checkpoint has this parameter and no state for it: it had not been stepped yet.
@@ -220,6 +220,8 @@ class _OptimizerLoader:
     def _load_slot(self, live: Any, node: object, address: str, *, new_tensor: NewTensor) -> Settle:
         """One option or one entry of a parameter's state. A 0-d tensor and a number stand for each other."""
         filler = self._intake.filler
+        if node is NO_SHARD:
+            return keep(_ABSENT if live is None else live)
         if isinstance(live, torch.Tensor):
             if isinstance(node, (int, float)) and live.ndim == 0:
                 return self._load_number(live, node, address)
@@ -238,7 +240,7 @@ class _OptimizerLoader:
             found = f"the {type(number).__name__} {number}"
             self._findings.differ(Mismatch.DTYPE, address, expected=dtype_name(live.dtype), found=found)
             return keep(live)
-        return partial(_fill_number, live, taken)
+        return partial(_fill_number, live, local_tensor(live, address), taken)
 
     def _visit_slot(self, new_tensor: NewTensor, live: Any, node: object, address: str) -> Settle:
         return self._load_slot(live, node, address, new_tensor=new_tensor)
@@ -293,7 +295,7 @@ def _settle_entry(live: dict[object, Any] | None, slots: Mapping[object, Settle]
     if live is None and not slots and not is_whole:
         return _ABSENT
     entry = {} if live is None else live
-    entry.update({key: settle() for key, settle in slots.items()})
+    entry.update({key: value for key, settle in slots.items() if (value := settle()) is not _ABSENT})
     return entry
 
 
@@ -309,9 +311,9 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor | None:
     return made if is_whole else None
 
 
-def _fill_number(live: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(live.is_inference()):
-        live.detach().copy_(number)
+def _fill_number(live: torch.Tensor, local: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(local.is_inference()):
+        local.detach().copy_(number)
     return live
 
 
@@ -343,8 +345,17 @@ def _make_like(param: torch.Tensor, group: LiveGroup) -> NewTensor:
     def make(mark: TensorMark, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         is_step = shape == () and mark.address.endswith("/step")
         if shape == tuple(param.shape) and not is_step:
-            return torch.empty_like(param.detach(), dtype=dtype)
+            return _empty_like(param, dtype, mark.address)
         is_counter = shape == () and not on_device
         return torch.empty(shape, dtype=dtype, device="cpu" if is_counter else param.device)
 
     return make
+
+
+def _empty_like(param: torch.Tensor, dtype: torch.dtype, address: str) -> torch.Tensor:
+    local = torch.empty_like(local_tensor(param, address).detach(), dtype=dtype)
+    if not is_dtensor(param):
+        return local
+    # torch's own would ask the placements for the local shape, which for uneven shards may be another than the parameter's.
+    mesh, placements = param.device_mesh, param.placements
+    return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())

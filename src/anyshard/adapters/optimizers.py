@@ -1,19 +1,25 @@
 """Optimizers: state by the FQN of the parameter, groups as (options, set of FQNs). Positions never enter an address.
 
-The tree is `{"state": {fqn: {...}}, "param_groups": [{"options": {...}, "params": [...]}]}`, and `"other"` for state that
-belongs to no parameter. Nothing here takes a step or calls the optimizer's own `state_dict`.
+The tree is `{"state": {fqn: {...}}, "param_groups": {label: {"options": {...}, "params": {fqn: None}}}}`, and `"other"` for
+state that belongs to no parameter. All of it is dicts, so that the trees of several ranks can be united. Nothing here takes a
+step or calls the optimizer's own `state_dict`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
 from anyshard.adapters.collect import Collector
+from anyshard.adapters.placements import is_sharded, regions_of
+from anyshard.adapters.recognise import holds
 from anyshard.adapters.survey import ModuleNames
+from anyshard.adapters.tensors import is_dtensor
 from anyshard.errors import InvalidAppState
 from anyshard.records.addresses import component, join_address, show
 
@@ -98,29 +104,80 @@ def capture_optimizers(
     groups = name_groups(optimizers, address, modules)
     tree: dict[str, object] = {
         "state": _capture_state(groups, join_address(address, "state"), collector),
-        "param_groups": [
-            _capture_group(group, join_address(address, "param_groups", str(position)), collector)
-            for position, group in enumerate(groups)
-        ],
+        "param_groups": {
+            label: _capture_group(group, join_address(address, "param_groups", component(label, within=address)), collector)
+            for label, group in zip(label_groups(groups), groups, strict=True)
+        },
     }
     if other := _list_other_state(optimizers, groups, address):
         tree["other"] = collector.take(other, join_address(address, "other"))
+    collector.branch(address, *(join_address(address, part) for part in ("state", "param_groups", "other")))
     _warn_if_empty(groups, tree, address, collector)
     return tree
 
 
+def label_groups(groups: Sequence[LiveGroup]) -> list[str]:
+    """The name of each group: its smallest parameter's, or `~0`, `~1` for the groups without parameters, in their order."""
+    positions = count()
+    return [min(group.names, key=str.encode, default="") or f"~{next(positions)}" for group in groups]
+
+
 def _capture_state(groups: Sequence[LiveGroup], address: str, collector: Collector) -> dict[str, object]:
-    return {
-        name: collector.take(group.optimizer.state[param], join_address(address, component(name, within=address)))
-        for group in groups
-        for param, name in zip(group.params, group.names, strict=True)
-        if param in group.optimizer.state
-    }
+    captured: dict[str, object] = {}
+    for group in groups:
+        for param, name in zip(group.params, group.names, strict=True):
+            if param in group.optimizer.state:
+                place = join_address(address, component(name, within=address))
+                captured[name] = collector.take(_name_shards(group.optimizer.state[param], param, place), place)
+    return captured
+
+
+def _name_shards(state: object, param: torch.Tensor, address: str) -> object:
+    """A parameter's state in which each entry with a tensor that is per shard stands below the key of the shard."""
+    if not is_dtensor(param):
+        return state
+    if type(state) is dict:
+        return {name: _name_shard(entry, param, address) for name, entry in state.items()}
+    return _name_shard(state, param, address)
+
+
+def _name_shard(entry: object, param: torch.Tensor, address: str) -> object:
+    # The entry as a whole, for of containers within it only dicts are united with those of other ranks.
+    if not holds(entry, partial(is_per_shard, param=param)):
+        return entry
+    key = shard_key(param, address)
+    return {key: entry} if key else {}
+
+
+def is_per_shard(value: object, param: torch.Tensor) -> bool:
+    """Whether a part of a parameter's state belongs to this rank's shard of it alone, and not to the whole parameter.
+
+    That is a plain tensor with dims beside a sharded parameter, unless it has the shape of the whole (T15).
+    """
+    if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.ndim == 0:
+        return False
+    return is_dtensor(param) and is_sharded(param) and value.shape != param.shape
+
+
+def shard_key(param: torch.Tensor, address: str) -> str:
+    """The key under which state of this rank's shard of a parameter is stored, equal for replicas; "" if it has no region here.
+
+    It lists the regions: `~shard 0,0-2,5 4,0-2,5` is rows 0, 1, 4 and 5 of five columns.
+    """
+    if not is_dtensor(param):
+        return ""
+    regions = regions_of(param, address)
+    written = [
+        f" {','.join(map(str, offsets))}-{','.join(map(str, lengths))}"
+        for offsets, lengths in zip(regions.offsets.tolist(), regions.lengths.tolist(), strict=True)
+    ]
+    return f"~shard{''.join(written)}" if written else ""
 
 
 def _capture_group(group: LiveGroup, address: str, collector: Collector) -> dict[str, object]:
     options = {key: value for key, value in group.options.items() if key not in NOT_OPTIONS}
-    return {"options": collector.take(options, address), "params": sorted(group.names, key=str.encode)}
+    collector.branch(address, join_address(address, "params"))
+    return {"options": collector.take(options, address), "params": dict.fromkeys(sorted(group.names, key=str.encode))}
 
 
 def _list_other_state(

@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 from operator import mul
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 
 from anyshard.errors import InvalidAppState, UnsupportedValue
 from anyshard.records.addresses import show
@@ -164,8 +166,10 @@ def regions_of(tensor: DTensor, address: str) -> LocalRegions:
     mesh, placements = tensor.device_mesh, tensor.placements
     splits = [_read_placement(placement, tensor, address) for placement in placements]
     coordinate = mesh.get_coordinate()
-    regions = local_regions(tuple(tensor.shape), splits, mesh_shape=tuple(mesh.shape), coordinate=coordinate)
-    found = tuple(tensor.to_local().shape)
+    here = None if coordinate is None else tuple(coordinate)
+    regions = _find_regions(tuple(tensor.shape), tuple(splits), mesh_shape=tuple(mesh.shape), coordinate=here)
+    with torch.no_grad():  # else the local tensor is a new node of the autograd graph
+        found = tuple(tensor.to_local().shape)
     if found != regions.local_shape:
         raise InvalidAppState(
             f"{show(address)}: expected a local tensor of shape {regions.local_shape} at coordinate {coordinate} of {mesh}, for "
@@ -173,6 +177,16 @@ def regions_of(tensor: DTensor, address: str) -> LocalRegions:
             "(uneven sizes: with plain Shard placements) or fully_shard"
         )
     return regions
+
+
+# Models repeat few shapes, and each parameter has optimizer state of its own shape beside it.
+_find_regions = lru_cache(maxsize=1024)(local_regions)
+
+
+def is_sharded(tensor: DTensor) -> bool:
+    """Whether the elements of a DTensor are spread over ranks; the same on each of them, whatever part it has."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
 
 
 def _read_placement(placement: Any, tensor: DTensor, address: str) -> Split | None:

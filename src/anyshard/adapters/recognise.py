@@ -1,7 +1,8 @@
 """What a value of the app state is, which decides how it is taken apart: wrappers, modules, optimizers, statefuls, containers.
 
-Order: named wrappers are unwrapped; registered value types are values; classes that override `state_dict` or
-`load_state_dict` are taken by their own methods; then plain modules and optimizers, other statefuls, containers, tensors.
+Order: named wrappers are unwrapped; registered value types are values; `PerRank` and `RNGState` are known by their class; classes
+that override `state_dict` or `load_state_dict` are taken by their own methods; then plain modules and optimizers, other
+statefuls, containers, tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from anyshard.adapters.per_rank import PerRank
+from anyshard.adapters.random_state import RNGState
 from anyshard.errors import InvalidAppState
 from anyshard.records.addresses import show
 from anyshard.records.values import ValueRegistry, is_container, iterate_leaves
@@ -37,6 +40,8 @@ class Kind(enum.Enum):
     MODULES = "modules"
     OPTIMIZERS = "optimizers"
     STATEFUL = "stateful"
+    PER_RANK = "per rank"
+    RANDOM_STATE = "random state"
     CONTAINER = "container"
     TENSOR = "tensor"
     GENERATOR = "generator"
@@ -76,7 +81,7 @@ def recognise(value: object, registry: ValueRegistry, address: str) -> Kind:
 
 
 def is_object(value: object, registry: ValueRegistry) -> bool:
-    """Whether a leaf, once unwrapped, is a module, an optimizer or another stateful."""
+    """Whether a leaf, once unwrapped, is a module, an optimizer, another stateful, or per rank."""
     inner = unwrap(value)
     if isinstance(inner, (torch.Tensor, torch.Generator)) or registry.find_type(type(inner)):
         return False
@@ -84,6 +89,10 @@ def is_object(value: object, registry: ValueRegistry) -> bool:
 
 
 def _recognise_object(value: object) -> Kind:
+    if isinstance(value, PerRank):
+        return Kind.PER_RANK
+    if isinstance(value, RNGState):
+        return Kind.RANDOM_STATE
     for base, kind in ((torch.nn.Module, Kind.MODULES), (torch.optim.Optimizer, Kind.OPTIMIZERS)):
         if isinstance(value, base):
             return Kind.STATEFUL if _overrides(value, base) else kind

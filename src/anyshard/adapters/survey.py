@@ -1,22 +1,24 @@
-"""Looks over an app state once per save or load: where its modules are, and what their parameters are called."""
+"""Looks over an app state once per save or load: where its modules are, what their parameters are called, how its mesh is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, final
 
 import torch
 
 from anyshard.adapters.modules import ModuleView, name_parameters
+from anyshard.adapters.per_rank import PerRank
 from anyshard.adapters.recognise import Kind, holds, is_object, parts_of, recognise, unwrap
+from anyshard.adapters.tensors import is_dtensor
 from anyshard.errors import InvalidAppState, LimitExceeded
 from anyshard.records.addresses import component, join_address, show
-from anyshard.records.values import ValueLimits, ValueRegistry, label_item, list_items
+from anyshard.records.values import ValueLimits, ValueRegistry, iterate_leaves, label_item, list_items
 
-_OBJECTS = frozenset({Kind.MODULES, Kind.OPTIMIZERS, Kind.STATEFUL})
+_OBJECTS = frozenset({Kind.MODULES, Kind.OPTIMIZERS, Kind.STATEFUL, Kind.PER_RANK, Kind.RANDOM_STATE})
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes, torch.Tensor})
 
 # The FQN of each parameter by its id, for each address at which the app state has modules.
@@ -25,15 +27,20 @@ ModuleNames: TypeAlias = Mapping[str, Mapping[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The modules of an app state and the names of their parameters by address, and which containers hold objects."""
+    """The modules of an app state and the names of their parameters by address, and which containers hold objects.
+
+    `mesh` gives the size of each named axis of the meshes on which parameters and tensors lie; what other statefuls hold is not
+    looked at. It is the same before a save and before a load of the same app state.
+    """
 
     registry: ValueRegistry
     views: Mapping[str, tuple[ModuleView, ...]]
     names: ModuleNames
     holders: AbstractSet[int]
+    mesh: Mapping[str, int]
 
     def holds_objects(self, container: object) -> bool:
-        """Whether a module, an optimizer or another stateful lies in a container of the app state, or in those below it."""
+        """Whether an object (a stateful, or a value per rank) lies in a container of the app state, or in those below it."""
         return id(container) in self.holders
 
 
@@ -45,9 +52,9 @@ def survey(app_state: Mapping[str, object], registry: ValueRegistry) -> Survey:
     for name, value in app_state.items():
         if not isinstance(name, str) or not name:
             raise InvalidAppState(f"expected top-level names of the app state to be non-empty str, found {name!r}; rename it")
-        if holds(value, partial(is_object, registry=registry)):
+        if holds(value, lambda leaf: is_object(leaf, registry) or is_dtensor(leaf)):
             surveyor.visit(value, component(name), frozenset())
-    return Survey(registry, surveyor.views, surveyor.names, surveyor.holders)
+    return Survey(registry, surveyor.views, surveyor.names, surveyor.holders, surveyor.mesh)
 
 
 @final
@@ -58,19 +65,28 @@ class _Surveyor:
         self.views: dict[str, tuple[ModuleView, ...]] = {}
         self.names: dict[str, dict[int, str]] = {}
         self.holders: set[int] = set()
+        self.mesh: dict[str, int] = {}
 
-    def visit(self, value: object, address: str, around: frozenset[int]) -> bool:
+    def visit(self, value: Any, address: str, around: frozenset[int]) -> bool:
         """Look over one node; true if it is an object or holds one."""
         value = unwrap(value)
         kind = recognise(value, self._registry, address)
-        if kind is Kind.CONTAINER:
-            return self._visit_container(value, address, around)
-        if kind is Kind.MODULES:
-            self.views[address] = tuple(ModuleView(module, address) for module in parts_of(value))
-            for view in self.views[address]:
-                self._add_names(view.module, view.state, address)
-        elif kind is Kind.STATEFUL and isinstance(value, torch.nn.Module):
-            self._add_names(value, {}, address)
+        match kind:
+            case Kind.CONTAINER:
+                return self._visit_container(value, address, around)
+            case Kind.MODULES:
+                self.views[address] = tuple(ModuleView(module, address) for module in parts_of(value))
+                for view in self.views[address]:
+                    self._add_names(view.module, view.state, address)
+            case Kind.STATEFUL if isinstance(value, torch.nn.Module):
+                self._add_names(value, {}, address)
+            case Kind.OPTIMIZERS:
+                self._note_mesh(param for part in parts_of(value) for group in part.param_groups for param in group["params"])
+            case Kind.TENSOR:
+                self._note_mesh([value])
+            case Kind.PER_RANK:
+                _check_own(value.value, address)
+                self.visit(value.value, address, around)
         return kind in _OBJECTS
 
     def _visit_container(self, container: Any, address: str, around: frozenset[int]) -> bool:
@@ -94,3 +110,24 @@ class _Surveyor:
 
     def _add_names(self, module: torch.nn.Module, state: Mapping[str, object], address: str) -> None:
         self.names.setdefault(address, {}).update(name_parameters(module, state))
+        self._note_mesh(chain(state.values(), module.parameters()))
+
+    def _note_mesh(self, tensors: Iterable[object]) -> None:
+        for tensor in filter(is_dtensor, tensors):
+            mesh = tensor.device_mesh
+            for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+                self.mesh[axis] = max(size, self.mesh.get(axis, 0))
+
+
+def _check_own(value: object, address: str) -> None:
+    """Refuse what a rank cannot have for itself."""
+    for refused in filter(_is_shared, map(unwrap, iterate_leaves(value))):
+        raise InvalidAppState(
+            f"{show(address)}: expected in anyshard.PerRank what this rank has for itself, found {type(refused).__name__}; "
+            "put modules, optimizers and sharded tensors beside it, for they are stored once for all ranks, and have one PerRank "
+            "around a value"
+        )
+
+
+def _is_shared(value: object) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer, PerRank)) or is_dtensor(value)

@@ -15,6 +15,9 @@ from anyshard.adapters.intake import Action, Intake, Phase, Settle, keep
 from anyshard.adapters.module_load import load_modules
 from anyshard.adapters.nested import describe_node, is_changed_in_place, is_tensor, load_container, load_value
 from anyshard.adapters.optimizer_load import load_optimizers
+from anyshard.adapters.per_rank import PerRank
+from anyshard.adapters.per_rank_load import OwnTrees, Place
+from anyshard.adapters.random_state import RNGState
 from anyshard.adapters.recognise import Kind, holds, parts_of, recognise, unwrap
 from anyshard.adapters.survey import Survey, survey
 from anyshard.adapters.tensors import synchronise
@@ -23,8 +26,9 @@ from anyshard.options import LoadOptions
 from anyshard.records.addresses import component, show
 from anyshard.records.captured import Stored
 from anyshard.records.handles import Destination
+from anyshard.records.section_values import ABSENT
 from anyshard.records.tables import ShardTable
-from anyshard.records.values import ValueRegistry
+from anyshard.records.values import PerRankMark, ValueRegistry
 
 _HINT = (
     "strict=False leaves missing addresses alone and passes over unexpected ones; only= and exclude= choose addresses; shapes "
@@ -36,9 +40,11 @@ _HINT = (
 class LoadTarget:
     """What a load wants, where it goes, and what is left to do after the fill.
 
-    `wanted` has stored addresses with aliases resolved; its rows may repeat a tensor. `destinations` and `names` (the live
-    address) are parallel to its rows. `ties` are pairs of stored runs that feed the same memory: their bytes must be
-    compared before the fill. The rest is for the report.
+    `wanted` has the regions that this rank wants, by stored address with aliases resolved; its rows may repeat a region.
+    `destinations` and `names` (the live address) are parallel to its rows. `ties` are pairs of stored runs that feed the same
+    memory: their bytes must be compared before the fill. `surplus` are addresses that only the checkpoint has, `unmatched` and
+    `unmatched_exclude` globs that matched nothing: on several ranks these are errors only if they are so on all. The rest is for
+    the report.
     """
 
     wanted: ShardTable
@@ -47,6 +53,9 @@ class LoadTarget:
     names: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    surplus: tuple[str, ...]
+    unmatched: tuple[str, ...]
+    unmatched_exclude: tuple[str, ...]
     not_asked_for: tuple[str, ...]
     replaced_values: tuple[str, ...]
     created: tuple[str, ...]
@@ -68,18 +77,25 @@ def _finish_copies(tensors: tuple[torch.Tensor, ...]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def plan_load(
-    app_state: Mapping[str, object], stored: Stored, *, options: LoadOptions, registry: ValueRegistry, checkpoint: str
+def plan_load(  # noqa: PLR0913 - what is loaded, how, and who loads it
+    app_state: Mapping[str, object],
+    stored: Stored,
+    *,
+    options: LoadOptions,
+    registry: ValueRegistry,
+    checkpoint: str,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> LoadTarget:
     """Plan how to load `stored` into `app_state`; nothing of the app state has changed when it returns or raises.
 
-    `checkpoint` is what the checkpoint is called in messages. Raises `StateMismatch` with all differences, and
-    `InvalidAppState` for an app state that cannot be loaded into.
+    `checkpoint` is what the checkpoint is called in messages; `rank` and `world_size` are those of the group that loads.
+    Raises `StateMismatch` with all differences, and `InvalidAppState` for an app state that cannot be loaded into.
     """
-    intake = Intake(stored, options, registry)
+    intake = Intake(stored, options, registry, world_size=world_size)
     # What is made here has to serve in training, whatever mode the caller is in.
     with torch.inference_mode(mode=False):
-        _plan_sections(app_state, stored, intake)
+        _plan_sections(app_state, stored, intake, rank=rank, world_size=world_size)
         fills = intake.filler.finish()
     findings = intake.findings
     findings.check_matches(tuple(component(name) for name in app_state))
@@ -89,9 +105,12 @@ def plan_load(
     return _make_target(fills, findings, not_asked_for, intake.list_actions())
 
 
-def _plan_sections(app_state: Mapping[str, object], stored: Stored, intake: Intake) -> None:
+def _plan_sections(app_state: Mapping[str, object], stored: Stored, intake: Intake, *, rank: int, world_size: int) -> None:
     try:
-        loader = _Loader(app_state, survey(app_state, intake.registry), intake)
+        surveyed = survey(app_state, intake.registry)
+        place = Place(rank, world_size, surveyed.mesh)
+        own = OwnTrees(stored, intake.findings, place=place, registry=intake.registry)
+        loader = _Loader(app_state, surveyed, intake, own=own)
         for name, live in app_state.items():
             loader.load_section(name, live, stored)
     except RecursionError:
@@ -99,6 +118,7 @@ def _plan_sections(app_state: Mapping[str, object], stored: Stored, intake: Inta
 
 
 def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...], actions: tuple[Action, ...]) -> LoadTarget:
+    unmatched, unmatched_exclude = findings.list_unmatched()
     return LoadTarget(
         wanted=fills.wanted,
         destinations=fills.destinations,
@@ -106,6 +126,9 @@ def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...
         names=fills.names,
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
+        surplus=tuple(findings.surplus),
+        unmatched=unmatched,
+        unmatched_exclude=unmatched_exclude,
         not_asked_for=not_asked_for,
         replaced_values=tuple(findings.replaced_values),
         created=tuple(findings.created),
@@ -128,9 +151,10 @@ _STATEFUL_REFUSALS: tuple[tuple[type, Callable[[Any, object], bool], str, str], 
 
 @final
 class _Loader:
-    def __init__(self, app_state: Mapping[str, object], surveyed: Survey, intake: Intake) -> None:
+    def __init__(self, app_state: Mapping[str, object], surveyed: Survey, intake: Intake, *, own: OwnTrees) -> None:
         self._app_state = app_state
         self._survey = surveyed
+        self._own = own
         self.intake = intake
 
     def load_section(self, name: str, live: object, stored: Stored) -> None:
@@ -145,10 +169,29 @@ class _Loader:
             found = f"{show(name)} not stored (stored: {held})"
             self.intake.findings.miss(address, expected="a section of this name", found=found)
 
-    def visit(self, live: object, node: object, address: str) -> Settle:
-        """Plan one node of the app state; what it returns gives what stands there after the load."""
+    def visit(self, live: object, node: object, address: str, *, is_own: bool = False) -> Settle:
+        """Plan one node of the app state; what it returns gives what stands there after the load.
+
+        `is_own`: it lies within a per-rank value.
+        """
         inner = unwrap(live)
-        match recognise(inner, self._survey.registry, address):
+        kind = recognise(inner, self._survey.registry, address)
+        if kind is Kind.PER_RANK:
+            return self._load_own(inner, node, address)
+        if kind is Kind.RANDOM_STATE and not is_own:
+            self._load_own(PerRank(inner), node, address)
+        elif type(node) is PerRankMark:
+            found = "a per-rank value; load it in anyshard.PerRank"
+            self.intake.findings.refuse(address, expected="a value that all ranks share", found=found)
+        else:
+            return self._load(kind, live, node, address, is_own=is_own)
+        return keep(live)
+
+    def _load(self, kind: Kind, live: object, node: object, address: str, *, is_own: bool) -> Settle:
+        inner = unwrap(live)
+        match kind:
+            case Kind.RANDOM_STATE:
+                self._load_random_state(inner, node, address)
             case Kind.MODULES:
                 load_modules(self._survey.views[address], node, address, self.intake)
             case Kind.OPTIMIZERS:
@@ -160,10 +203,33 @@ class _Loader:
             case Kind.GENERATOR:
                 self._load_generator(inner, node, address)
             case Kind.CONTAINER if self._survey.holds_objects(inner) or holds(inner, _keeps_identity):
-                return load_container(inner, node, address, visit=self.visit, intake=self.intake)
+                return load_container(inner, node, address, visit=partial(self.visit, is_own=is_own), intake=self.intake)
             case _:
                 return load_value(inner, node, address, self.intake)
         return keep(live)
+
+    def _load_own(self, wrapper: PerRank, node: object, address: str) -> Settle:
+        tree = self._own.find(wrapper, node, address)
+        if tree is ABSENT:
+            return keep(wrapper)
+        settle = self.visit(wrapper.value, tree, address, is_own=True)
+
+        def settle_own() -> PerRank:
+            wrapper.value = settle()
+            return wrapper
+
+        return settle_own
+
+    def _load_random_state(self, live: RNGState, node: Any, address: str) -> None:
+        if not self.intake.findings.selection.takes_whole(address):
+            return
+        try:
+            live.check(node)
+        except ValueError as error:
+            self.intake.findings.refuse(address, expected="a random state for the generators of this process", found=str(error))
+            return
+        self.intake.findings.match(address)
+        self.intake.later(Phase.RANDOM, lambda: live.load_state_dict(node))
 
     def _load_stateful(self, live: Any, node: object, address: str) -> None:
         # Its state_dict() is never asked for: that may start workers or move random state.

@@ -1,13 +1,14 @@
 """Torch tensors as raw bits: which tensors can be stored, and the handles through which the engine reaches their bytes.
 
 This is the one place that knows how the elements of a tensor lie in memory. Stored bytes are C order, dense, with conj and
-neg views resolved; strides, `requires_grad` and the device are not stored.
+neg views resolved; strides, `requires_grad` and the device are not stored. Of a DTensor it knows the local tensor only; which
+part of the whole that is, `placements` says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, TypeGuard, cast, final
 
 import numpy as np
 import torch
@@ -19,9 +20,14 @@ from anyshard.records.dtypes import DTYPES, find_dtype
 from anyshard.records.handles import BITS_DTYPES, ArrayDestination, ArraySource, Destination, Slices, Source
 from anyshard.records.regions import decompose_run
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 # Torch lacks operators for most unsigned integers, so its side of the bits is signed.
 _TORCH_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _NUMPY_SIGNED = {1: "<u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 MAX_NDIM = 63  # one less than a table of regions may have, which needs a column for the size of the elements at times
 
@@ -43,7 +49,33 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_storable(tensor: torch.Tensor, address: str) -> None:
-    """Return if the bytes of a tensor can be stored and filled; else raise an error that names the address and the reason."""
+    """Return if the bytes of a tensor can be stored and filled; else raise an error that names the address and the reason.
+
+    Of a DTensor its local tensor is looked at, not where its placements put it.
+    """
+    local_tensor(tensor, address)
+
+
+def local_tensor(tensor: torch.Tensor, address: str) -> torch.Tensor:
+    """The plain tensor in which this rank's elements lie: of a DTensor its local tensor, else the tensor itself.
+
+    Raises as `check_storable` does. Waits for a tensor that a collective still fills. Outside a DTensor's mesh the shape is (0,).
+    """
+    local = _take_local(tensor)
+    _check_plain(local, address)
+    return local
+
+
+def _take_local(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) in _PLAIN:
+        return tensor
+    if is_dtensor(tensor):
+        with torch.no_grad():  # else it is a new node of the autograd graph
+            tensor = tensor.to_local()
+    return cast("Any", tensor).wait() if _is_awaited(tensor) else tensor
+
+
+def _check_plain(tensor: torch.Tensor, address: str) -> None:
     if _is_ordinary(tensor):
         return
     for refuses, problem, advice in _REFUSALS:
@@ -57,7 +89,7 @@ def check_storable(tensor: torch.Tensor, address: str) -> None:
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     """Quickly: none of the refusals can apply. Nearly all tensors are like that."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and tensor.dtype in _STORABLE
         and not (tensor.is_meta or tensor.is_nested or tensor.ndim > MAX_NDIM)
@@ -65,8 +97,19 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return any(c.__name__ == "DTensor" and c.__module__.startswith("torch.distributed") for c in type(tensor).__mro__)
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor, known by name: nothing is imported for the sake of looking."""
+    return _is_distributed(tensor, "DTensor")
+
+
+def _is_awaited(tensor: torch.Tensor) -> bool:
+    return _is_distributed(tensor, "AsyncCollectiveTensor")
+
+
+def _is_distributed(value: object, name: str) -> bool:
+    if type(value) in _PLAIN:
+        return False
+    return any(base.__name__ == name and base.__module__.startswith("torch.distributed") for base in type(value).__mro__)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -102,11 +145,10 @@ _WITHOUT_MEMORY = ("lazy parameter", "meta tensor", "tensor whose storage was fr
 # In this order: what later rows ask would fail on what earlier rows refuse.
 _REFUSALS: tuple[tuple[Callable[[torch.Tensor], bool], str, str], ...] = (
     (torch.nn.parameter.is_lazy, "lazy parameter", "run one forward pass first"),
-    (_is_dtensor, "DTensor", "sharded tensors come with the next release; use full_tensor() until then"),
     (lambda t: t.is_meta, "meta tensor", "call to_empty(device=...) on its module first"),
     (lambda t: t.is_nested, "nested tensor", _ADVICE),
     (lambda t: t.layout is not torch.strided, "sparse tensor", _ADVICE),
-    (is_wrapper, "tensor subclass without __tensor_flatten__", _ADVICE),
+    (is_wrapper, "tensor subclass without bytes of its own", _ADVICE),
     (_lacks_storage, "tensor inside of torch.func.grad, vmap or the like", "save or load outside of it"),
     (lambda t: t.ndim > MAX_NDIM, f"tensor of more than {MAX_NDIM} dims", "reshape it"),
     (lambda t: t.is_quantized, "quantized tensor", "store int_repr() and the scales as tensors of their own"),
@@ -117,7 +159,9 @@ _REFUSALS: tuple[tuple[Callable[[torch.Tensor], bool], str, str], ...] = (
 
 def is_flattened(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a subclass made of inner tensors that are stored in its stead (`__tensor_flatten__`)."""
-    return is_wrapper(tensor) and not _is_dtensor(tensor) and hasattr(tensor, "__tensor_flatten__")
+    if not is_wrapper(tensor) or is_dtensor(tensor) or _is_awaited(tensor):
+        return False
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def inner_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -149,11 +193,31 @@ def _bits_from(array: NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(writable.view(_NUMPY_SIGNED[array.itemsize]))
 
 
+@final
+class _HostMemory:
+    """The memory of a tensor as NumPy asks for it. `Tensor.numpy()` would forbid for ever to resize or free its storage."""
+
+    def __init__(self, bits: torch.Tensor) -> None:
+        itemsize = bits.element_size()
+        self._bits = bits  # the array holds this object, and so the memory
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (bits.data_ptr(), False),
+            "shape": tuple(bits.shape),
+            "strides": tuple(stride * itemsize for stride in bits.stride()),
+            "typestr": BITS_DTYPES[itemsize].str,
+        }
+
+
+def host_bits(bits: torch.Tensor) -> NDArray[np.generic]:
+    """What `bits_of` gave of a tensor in host memory as an array of raw bits, sharing memory."""
+    return np.asarray(cast("Any", _HostMemory(bits)))
+
+
 def source_of(tensor: torch.Tensor, address: str) -> Source:
-    """A source of the tensor's bytes, which copies none now but those of conj and neg views; raises as `check_storable` does."""
-    check_storable(tensor, address)
+    """A source of a checked plain tensor's bytes, which copies none now but those of conj and neg views."""
     bits = bits_of(tensor)
-    return ArraySource(array_bits(bits.numpy())) if bits.device.type == "cpu" else DeviceSource(bits)
+    return HostSource(bits, address) if bits.device.type == "cpu" else DeviceSource(bits)
 
 
 def destination_of(tensor: torch.Tensor, dtype: torch.dtype) -> Destination:
@@ -162,7 +226,7 @@ def destination_of(tensor: torch.Tensor, dtype: torch.dtype) -> Destination:
     if dtype != plain.dtype or plain.is_conj() or plain.is_neg():
         return CopyDestination(plain, dtype)
     if plain.device.type == "cpu":
-        return ArrayDestination(array_bits(bits_of(plain).numpy()))
+        return ArrayDestination(host_bits(bits_of(plain)))
     return CopyDestination(bits_of(plain), _TORCH_BITS[plain.element_size()])
 
 
@@ -185,6 +249,33 @@ def can_cast(stored: torch.dtype, live: torch.dtype) -> bool:
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+@final
+class HostSource:
+    """Source over a tensor in host memory; an error if that was freed or moved before it has been read."""
+
+    def __init__(self, bits: torch.Tensor, address: str) -> None:
+        self._bits = bits
+        self._address = address
+        self._place = bits.data_ptr()
+        self._source: ArraySource | None = None  # made when it is read, so that taking an app state apart is quick
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the tensor's bytes."""
+        return self._bits.numel() * self._bits.element_size()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy the bytes [start, start + len(out)) into `out`."""
+        if self._bits.data_ptr() != self._place:
+            raise InvalidAppState(
+                f"{show(self._address)}: expected a tensor that keeps its memory while it is saved, found that its storage was "
+                "freed or resized; do so after the save has returned"
+            )
+        if self._source is None:
+            self._source = ArraySource(host_bits(self._bits))
+        self._source.read_into(start, out)
 
 
 @final
@@ -233,7 +324,12 @@ class CopyDestination:
 
 
 def identity(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are the same elements in memory, whether or not they are the same object."""
-    if is_wrapper(tensor) or tensor.numel() == 0:
+    """Equal for tensors that are the same elements in memory, whether or not they are the same object.
+
+    DTensors are the same if their local tensors are, and these are the same part of the same whole.
+    """
+    local = _take_local(tensor)
+    if is_wrapper(local) or local.numel() == 0:
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    place = local.device, local.data_ptr(), tuple(local.shape), local.stride(), local.dtype
+    return (place, tuple(tensor.shape), tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else place

@@ -37,16 +37,31 @@ class Patience:
 PATIENT = Patience()
 
 
-def publish(store: Store, manifest: Manifest, *, patience: Patience = PATIENT, events: Emitter = SILENT) -> None:
+def _decided() -> None:
+    pass
+
+
+def publish(
+    store: Store,
+    manifest: Manifest,
+    *,
+    decide: Callable[[], None] = _decided,
+    patience: Patience = PATIENT,
+    events: Emitter = SILENT,
+) -> None:
     """Make the checkpoint of `manifest` exist; return only if it does and is the newest.
+
+    `decide` is called once everything that can be checked is in order, right before the record is created; what it raises ends
+    this with nothing published.
 
     Raises `BlobNotFound` (a file of it is not as it was written; nothing was published), `CommitConflict` (another writer took
     the generation), `CommitOutcomeUnknown` (may exist: delete nothing), or the store's error (does not exist).
     """
-    events.event("save.publish.begin", file=manifest_name(manifest.generation))
     listing = list_step(store)
     _check_first(store, manifest, listing)
     _check_durable(store, manifest, listing)
+    decide()
+    events.event("save.publish.begin", file=manifest_name(manifest.generation))
     create_record(store, manifest, patience=patience)
     _check_last(store, manifest)
     events.event("save.published", file=manifest_name(manifest.generation))

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The manifest that counts, the digest of its bytes (a load plan is tied to it), and the listing it was found in."""
+    """The manifest that counts, its bytes and their digest (a load plan is tied to it), and the listing it was found in."""
 
     manifest: Manifest
+    data: bytes
     digest: str
     listing: StepListing
 
@@ -74,7 +75,7 @@ def resolve(store: Store, *, pending_s: float = PENDING_S) -> Resolved:
     manifest = record.decode()
     if manifest.state is StepState.DELETED:
         raise CheckpointNotFound(f"{store.url}: this checkpoint was deleted on {manifest.time}; load another step")
-    return Resolved(manifest, digest_bytes(record.data), listing)
+    return Resolved(manifest, record.data, digest_bytes(record.data), listing)
 
 
 def look(store: Store) -> tuple[StepListing, Record | None]:

@@ -1,8 +1,8 @@
 """One agreement: the messages of one save or load between the ranks of a group, and the decision that ends it on all of them.
 
 Phases have names. In a phase ranks `post` to the coordinator, which `collect`s; or it `announce`s to all, who `hear`; or it
-`hand_out`s to each, who `receive`. Every wait ends with the message, with the failure of any rank, or at its deadline with
-`RankMissing`, which then every rank raises.
+`hand_out`s to each, who `receive`. What many ranks have alike, one of them `share`s and anyone may `fetch`. Every wait ends with
+the message, with the failure of any rank, or at its deadline with `RankMissing`, which then every rank raises.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
+import xxhash
+
 from anyshard.coord.members import COORDINATOR
 from anyshard.coord.messages import read_message, write_message
 from anyshard.coord.verdict import Decision, Verdict, give_up
 from anyshard.coord.waits import Ranks, Waits
 from anyshard.coord.watch import Terms, Watch
-from anyshard.errors import KeyValueStoreLost, OperationFailed
+from anyshard.errors import KeyValueStoreLost, OperationFailed, make_failure
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +30,9 @@ class Agreement:
     """One operation of a group, begun by `Group.agree`; used by one thread at a time, as a context.
 
     `decide` ends it. Leaving without a decision gives the operation up on all ranks, as does an error that leaves the context: it
-    becomes an `OperationFailed` everywhere, with the error itself as the cause on the rank that had it. In a group of one rank
-    the error stays what it is. Nothing here touches storage: after a failure a rank may delete what it wrote only if `decision`
-    is `Decision.ABORT`.
+    becomes an `OperationFailed` everywhere (of its own class of `anyshard.errors` too, if it has one), with the error itself as
+    the cause on the rank that had it. In a group of one rank the error stays what it is. Nothing here touches storage: after a
+    failure a rank may delete what it wrote only if `decision` is `Decision.ABORT`.
     """
 
     def __init__(self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...]], None]) -> None:
@@ -60,6 +62,7 @@ class Agreement:
             elif self.decision is None:
                 self._settle_quietly(RuntimeError("left the operation before it was decided"))
         finally:
+            self._failure = None  # it holds the frames of its traceback, and they this object
             self._end(self._own_keys())
 
     def begin(self, verdict: Verdict | None) -> None:
@@ -112,7 +115,7 @@ class Agreement:
 
     def hear(self, phase: str) -> bytes:
         """What the coordinator has announced to all, itself included."""
-        return self._await(phase, self._terms.keys.announcement(phase))
+        return self._await(phase, self._terms.keys.announcement(phase), _coordinator)
 
     def hand_out(self, phase: str, payloads: Sequence[bytes]) -> None:
         """Say one of `payloads` to each rank, in the order of the group (coordinator only, once per phase). Does not wait."""
@@ -122,7 +125,35 @@ class Agreement:
 
     def receive(self, phase: str) -> bytes:
         """What the coordinator has handed out to this rank."""
-        return self._await(phase, self._terms.keys.share(phase, self._members.rank))
+        return self._await(phase, self._terms.keys.share(phase, self._members.rank), _coordinator)
+
+    def share(self, payload: bytes) -> str:
+        """Say `payload` to whoever asks for its digest, which is returned (xxh3-128, hex). Does not wait.
+
+        Of ranks that share equal bytes one stores them. No phase: the bytes are their own name within the operation.
+        """
+        digest = xxhash.xxh3_128_hexdigest(payload)
+        claim, content = self._terms.keys.claim(digest), self._terms.keys.content(digest)
+        own = str(self._members.rank).encode("ascii")
+        if content not in self._made and self._terms.store.set_if_absent(claim, own) == own:
+            self._made[claim] = None
+            self._write(content, payload)
+        return digest
+
+    def fetch(self, digest: str) -> bytes:
+        """The bytes that a rank has shared under `digest`, compared with it."""
+
+        def find_claimer() -> Ranks:
+            claimer = self._terms.store.get(self._terms.keys.claim(digest))
+            return tuple(range(self._members.size)) if claimer is None else (int(claimer),)
+
+        payload = self._await("fetch", self._terms.keys.content(digest), find_claimer)
+        if (found := xxhash.xxh3_128_hexdigest(payload)) != digest:
+            text = (
+                f"expected bytes with the digest {digest}, found {len(payload)} with {found}; what a rank has shared was damaged"
+            )
+            self.fail("fetch", OperationFailed(f"{text} in the key-value store or on the network. Try again", {}))
+        return payload
 
     def hear_id(self) -> str:
         """The operation's id, random and the same on all ranks; waits until the coordinator has begun."""
@@ -186,7 +217,7 @@ class Agreement:
             return self._settle(verdict).error(self._members.size)
         except KeyValueStoreLost as lost:
             headline = f"{self._terms.subject} failed here, and the other ranks do not hear of it ({lost}):"
-            return OperationFailed(headline, verdict.failures)
+            return make_failure(headline, verdict.failures, kinds=(verdict.kind,))
 
     def _settle_quietly(self, error: BaseException) -> None:
         with suppress(KeyValueStoreLost):
@@ -207,8 +238,8 @@ class Agreement:
         assert key not in self._made, f"{key} was said already"
         self._made |= dict.fromkeys(write_message(self._terms.store, key, payload))
 
-    def _await(self, phase: str, key: str) -> bytes:
-        return self._waits.wait(phase, lambda: self._read_all([key])[0], _coordinator)
+    def _await(self, phase: str, key: str, whom: Callable[[], Ranks]) -> bytes:
+        return self._waits.wait(phase, lambda: self._read_all([key])[0], whom)
 
     def _read_all(self, keys: Sequence[str]) -> list[bytes | None]:
         store = self._terms.store

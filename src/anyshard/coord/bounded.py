@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
@@ -16,6 +17,8 @@ from anyshard.errors import KeyValueStoreLost
 T = TypeVar("T")
 
 _Tasks = SimpleQueue[Callable[[], None] | None]
+
+_TURNS = 10  # in which a wait is cut
 
 
 class Caller:
@@ -32,14 +35,13 @@ class Caller:
         self._start()
         answers: SimpleQueue[Future[T]] = SimpleQueue()
         self._tasks.put(partial(_answer, call, answers))
-        try:
-            answer = answers.get(timeout=timeout_s)
-        except Empty:
+        answer = _await(answers, timeout_s)
+        if answer is None:
             raise KeyValueStoreLost(
                 f"expected an answer of the key-value store within {timeout_s:g} s, found none. The process that holds it (rank "
                 "0, or the agent of the launcher) is frozen, dead or cut off",
                 {},
-            ) from None
+            )
         return answer.result()
 
     def _start(self) -> None:
@@ -47,6 +49,14 @@ class Caller:
             if not self._is_started:
                 threading.Thread(target=_serve, args=(self._tasks,), name="anyshard-coord", daemon=True).start()
                 self._is_started = True
+
+
+def _await(answers: SimpleQueue[Future[T]], timeout_s: float) -> Future[T] | None:
+    """The answer, in turns: after a time in which this process itself was frozen, the store still has the turns that are left."""
+    for _ in range(_TURNS):
+        with suppress(Empty):
+            return answers.get(timeout=timeout_s / _TURNS)
+    return None
 
 
 def _serve(tasks: _Tasks) -> None:

@@ -69,6 +69,14 @@ class OperationKeys:
         """What the coordinator says to one rank."""
         return f"{self.incarnation}/{self.sequence}/share.{phase}.{rank}"
 
+    def claim(self, digest: str) -> str:
+        """The word of the rank that stores the bytes of this digest for all."""
+        return f"{self.incarnation}/{self.sequence}/claim.{digest}"
+
+    def content(self, digest: str) -> str:
+        """The bytes of this digest."""
+        return f"{self.incarnation}/{self.sequence}/content.{digest}"
+
 
 def keys_of_group(ranks: Sequence[int]) -> GroupKeys:
     """The same keys on every rank of a group, others for any other list of ranks."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from anyshard.errors import InvalidOption
@@ -52,3 +52,17 @@ class Every:
             return False
         self._next_s = waited_s + self._period_s
         return True
+
+
+class Rarely:
+    """Calls `act` when it is called, but only once per period: a look at the key-value store costs more than a small work."""
+
+    def __init__(self, act: Callable[[], None], period_s: float) -> None:
+        self._act = act
+        self._period_s = period_s
+        self._next_s = 0.0
+
+    def __call__(self) -> None:
+        if time.monotonic() >= self._next_s:
+            self._act()
+            self._next_s = time.monotonic() + self._period_s

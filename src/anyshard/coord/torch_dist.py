@@ -5,9 +5,10 @@ The only file that needs a private name of torch (the default store), asked for 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from torch.distributed import distributed_c10d
 
 from anyshard.coord.group import Group, make_lone_group
 from anyshard.errors import InvalidOption, KeyValueStoreLost
+
+# A process group, a list of ranks, or None for all ranks of the job.
+GroupLike: TypeAlias = dist.ProcessGroup | Sequence[int] | None
 
 _ABSENT = b"\0anyshard: no value"  # no value of ours begins with such a word
 _BATCH = 64  # keys per request: a reply holds at most 256 MiB
@@ -74,23 +78,38 @@ class TorchKeyValueStore:
         return [*self._get_batch(keys[:half]), *self._get_batch(keys[half:])]
 
 
-def make_group(group: dist.ProcessGroup | Sequence[int] | None = None) -> Group:
+def make_group(group: GroupLike = None) -> Group:
     """The group of a process group, of a list of ranks, or (None) of all ranks; without torch.distributed, of this process alone.
 
     Make it once and keep it as long as torch's default process group: it counts the operations of its ranks. A list is sorted.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    ranks = find_ranks(group)
+    if len(ranks) == 1:
+        return make_lone_group(ranks[0])
+    return Group(ranks.index(dist.get_rank()), ranks, open_job_store())
+
+
+def find_ranks(group: GroupLike) -> tuple[int, ...]:
+    """The ranks of a group as `make_group` takes it, by their numbers in the job and sorted; this process's is one of them."""
+    if not _is_in_job():
         if group is not None:
             raise InvalidOption(f"group: expected None outside torch.distributed, found {group!r}; call init_process_group first")
-        return make_lone_group()
-    ranks = _find_ranks(group)
+        return (0,)
+    ranks = _list_ranks(group)
     if dist.get_rank() not in ranks:
         raise InvalidOption(
             f"group: expected a group with this rank, found rank {dist.get_rank()} outside of {list(ranks)}; only members call"
         )
-    if len(ranks) == 1:
-        return make_lone_group(ranks[0])
-    return Group(ranks.index(dist.get_rank()), ranks, open_job_store())
+    return ranks
+
+
+def job_token() -> object:
+    """An object that stays the same as long as torch's default process group does, and is None without one.
+
+    Compare it by `is` while holding it: groups that were made under another token belong to a job that has ended.
+    """
+    # A weak reference, for a process group that is held keeps its threads and sockets. Python has one of them per object.
+    return weakref.ref(dist.group.WORLD) if _is_in_job() and dist.group.WORLD else None
 
 
 def open_job_store() -> TorchKeyValueStore:
@@ -107,7 +126,11 @@ def open_job_store() -> TorchKeyValueStore:
     return clone
 
 
-def _find_ranks(group: dist.ProcessGroup | Sequence[int] | None) -> tuple[int, ...]:
+def _is_in_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _list_ranks(group: GroupLike) -> tuple[int, ...]:
     if group is None:
         return tuple(range(dist.get_world_size()))
     if isinstance(group, dist.ProcessGroup):

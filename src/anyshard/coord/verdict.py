@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anyshard.errors import OperationFailed, RankMissing, StructureChanged
+from anyshard.errors import OperationFailed, RankMissing, make_failure, name_kind
 
 _MAX_TEXT = 4000  # characters of one rank's failure
-_ERRORS: Mapping[str, type[OperationFailed]] = {kind.__name__: kind for kind in (OperationFailed, RankMissing, StructureChanged)}
 
 
 class Decision(enum.StrEnum):
@@ -27,7 +26,7 @@ class Decision(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A decision; of a failure also whose it was, by numbers in the job, and the name of the error.
+    """A decision; of a failure also whose it was, by numbers in the job, and of which class (see `errors.name_kind`).
 
     `subject` is what the operation is about; `other_subject` what a rank took it for, if that is the failure.
     """
@@ -55,7 +54,7 @@ class Verdict:
             Decision.UNKNOWN: "failed; only the storage can tell whether it was committed",
             Decision.COMMIT: "is decided on, but failed on this rank",
         }
-        return _ERRORS.get(self.kind, OperationFailed)(f"{self.subject} {ends[self.decision]}:", self.failures)
+        return make_failure(f"{self.subject} {ends[self.decision]}:", self.failures, kinds=(self.kind,))
 
 
 def decode_verdict(data: bytes) -> Verdict:
@@ -67,10 +66,9 @@ def decode_verdict(data: bytes) -> Verdict:
 
 def give_up(subject: str, phase: str, error: BaseException, *, job_rank: int) -> Verdict:
     """The abort that a rank's error asks for. An `OperationFailed` that names failures speaks for those ranks."""
-    if isinstance(error, OperationFailed) and error.failures:
-        return Verdict(Decision.ABORT, subject, type(error).__name__, error.failures)
+    failures = error.failures if isinstance(error, OperationFailed) else {}
     text = f"{phase}: {type(error).__name__}: {error}"
-    return Verdict(Decision.ABORT, subject, failures={job_rank: text[:_MAX_TEXT]})
+    return Verdict(Decision.ABORT, subject, name_kind(error), failures or {job_rank: text[:_MAX_TEXT]})
 
 
 def give_up_on(subject: str, phase: str, job_ranks: tuple[int, ...], *, timeout_s: float) -> Verdict:

@@ -41,9 +41,16 @@ logger = logging.getLogger(__name__)
 _ZEROS = bytes(4096)
 
 
+def _go_on() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """What is the same for all blobs of one save. `values` holds the payload of every section's values slot."""
+    """What is the same for all blobs of one save. `values` holds the payload of every section's values slot.
+
+    `check` is called for each block by the thread that stages: what it raises ends the save, as when another rank has failed.
+    """
 
     generation: int
     attempt: str
@@ -55,6 +62,7 @@ class WriteJob:
     threads: int = 4
     events: Emitter = SILENT
     patience: Patience = field(default_factory=Patience)
+    check: Callable[[], None] = _go_on
 
     def identify(self, plan: BlobPlan) -> BlobIdentity:
         """Who writes this blob and as what."""
@@ -142,6 +150,7 @@ class _Pipeline:
         self._store = store
         self._loan = loan
         self._events = job.events
+        self._check = job.check
 
     def stage(self, blob: _Blob, plan: SavePlan, sources: Sequence[Source]) -> None:
         """Copy a whole blob into blocks, waiting for free ones; its writes may still be in flight on return."""
@@ -169,6 +178,7 @@ class _Pipeline:
 
     def _submit(self, blob: _Blob, block: memoryview, start: int, nbytes: int) -> None:
         self._events.event("save.block.staged", file=blob.name, nbytes=nbytes)
+        self._check()
         if start + nbytes == blob.tail.tail_position:
             blob.last_block = block
             self.crew.submit(partial(self._close_if_complete, blob))

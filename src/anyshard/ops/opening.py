@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from anyshard.coord.group import make_lone_group
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.monitor.sinks import sinks_from_environment
 from anyshard.operation import Operation
@@ -23,4 +24,4 @@ def operating(target: str | os.PathLike[str] | Store, sinks: Sequence[Sink]) -> 
     with ExitStack() as own:
         lasting = [own.enter_context(sink) for sink in sinks_from_environment()]
         events = Emitter((*lasting, *sinks), operation=secrets.token_hex(8), rank=0)
-        yield Operation(TimedStore(open_store(target, events=events), TIMEOUT_S), events)
+        yield Operation(TimedStore(open_store(target, events=events), TIMEOUT_S), make_lone_group(), events)

@@ -12,7 +12,7 @@ import numpy as np
 
 from anyshard.planning.pack import plan_save
 from anyshard.planning.rank_plan import RankPlan, take_rows
-from anyshard.planning.replicas import Replicas, find_replicas
+from anyshard.planning.replicas import Replicas, find_replicas, number_rows
 from anyshard.planning.share import Pieces, measure_rows, share
 from anyshard.planning.unite import United, unite
 from anyshard.records.addresses import section_of
@@ -41,17 +41,28 @@ class GroupPlan:
     """What all ranks of a group write.
 
     Row i of `index` is written by `rank[i]`: `nbytes[i]` bytes from `start[i]` on of row `local_row[i]` of that rank's table.
-    Rows without elements have `NO_RANK`.
+    Rows without elements have `NO_RANK`. `num_holders` has for each replica set how many ranks hold it, 0 if only one does.
     """
 
-    sections: tuple[str, ...]
-    num_ranks: int
+    united: United
     index: Index
     blobs: Blobs
     rank: IntColumn
     local_row: IntColumn
     start: IntColumn
     nbytes: IntColumn
+    num_holders: IntColumn
+    replica_set: tuple[IntColumn, ...]  # per distinct table
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The sections of all ranks, those of the coordinator first."""
+        return self.united.sections
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the process group."""
+        return self.united.num_ranks
 
     @property
     def tensors(self) -> TensorTable:
@@ -64,19 +75,37 @@ class GroupPlan:
         np.add.at(loads, self.rank[self.rank != NO_RANK], self.nbytes[self.rank != NO_RANK])
         return loads
 
+    def replica_sets(self, rank: int) -> IntColumn:
+        """For each row of a rank's own table the number of its replica set, or `NO_SET` if nobody else holds it.
+
+        Two rows on any ranks have the same number exactly if the same ranks hold them.
+        """
+        return self.replica_set[int(self.united.table_of[rank])]
+
     def split(self) -> tuple[RankPlan, ...]:
         """The plan of each rank, in rank order."""
         order = np.lexsort((self.index.slot, self.index.blob, self.rank))
         rows = np.split(order, np.searchsorted(self.rank[order], np.arange(self.num_ranks)))[1:]
         by_rank = np.argsort(self.blobs.rank, kind="stable")
         blobs = np.split(by_rank, np.searchsorted(self.blobs.rank[by_rank], np.arange(self.num_ranks)))[1:]
-        return tuple(self._cut_out(*pair) for pair in zip(rows, blobs, strict=True))
+        held = [self._rename(table) for table in range(len(self.united.tables))]
+        return tuple(
+            self._cut_out(*own, replica_set=self.replica_set[table], held=held[table])
+            for *own, table in zip(rows, blobs, self.united.table_of.tolist(), strict=True)
+        )
 
-    def _cut_out(self, rows: IntColumn, blobs: IntColumn) -> RankPlan:
+    def _rename(self, table: int) -> RankTable:
+        """A distinct table under the group's names."""
+        own, tensor_of = self.united.tables[table], self.united.tensor_of[table]
+        shards = ShardTable(self.tensors, tensor_of[own.shards.tensor], own.shards.offsets, own.shards.lengths)
+        return RankTable(shards, own.sections, self.united.is_buffer)
+
+    def _cut_out(self, rows: IntColumn, blobs: IntColumn, *, replica_set: IntColumn, held: RankTable) -> RankPlan:
         own = _take(self.index.shards, rows)
         bounds = np.searchsorted(self.index.blob[rows], np.append(blobs, len(self.blobs)))
         plans = tuple(self._blob_plan(blob, np.arange(bounds[i], bounds[i + 1])) for i, blob in enumerate(blobs.tolist()))
-        return RankPlan(SavePlan(own, plans), self.local_row[rows], self.start[rows], self.nbytes[rows])
+        columns = self.local_row[rows], self.start[rows], self.nbytes[rows]
+        return RankPlan(SavePlan(own, plans), *columns, replica_set=replica_set, held=held)
 
     def _blob_plan(self, blob: int, rows: IntColumn) -> BlobPlan:
         return BlobPlan(self.sections[self.blobs.section[blob]], int(self.blobs.rank[blob]), int(self.blobs.k[blob]), rows)
@@ -90,7 +119,8 @@ def plan_group(tables: Sequence[RankTable], *, max_blob_nbytes: int) -> GroupPla
     fit together: other dtypes or shapes under one address, regions that overlap or leave holes.
     """
     united = unite(tables)
-    rows = _list_rows(united)
+    replicas = find_replicas(united)
+    rows = _list_rows(united, replicas)
     section = _number_sections(united)
     full = np.flatnonzero(rows.rank != NO_RANK)
     places = _Places(united, section[rows.shards.tensor[full]], rows.rank[full])
@@ -99,7 +129,9 @@ def plan_group(tables: Sequence[RankTable], *, max_blob_nbytes: int) -> GroupPla
     blob, slot = np.full(len(rows.rank), NO_BLOB), np.full(len(rows.rank), NO_BLOB)
     blob[full], slot[full] = number, places.slot
     index = Index(rows.shards, blob, slot)
-    return GroupPlan(united.sections, united.num_ranks, index, blobs, rows.rank, rows.local_row, rows.start, rows.nbytes)
+    replica_set, num_holders = number_rows(united, replicas)
+    columns = rows.rank, rows.local_row, rows.start, rows.nbytes
+    return GroupPlan(united, index, blobs, *columns, num_holders=num_holders, replica_set=replica_set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +145,8 @@ class _Rows:
     nbytes: IntColumn
 
 
-def _list_rows(united: United) -> _Rows:
+def _list_rows(united: United, replicas: Replicas) -> _Rows:
     """A row for each piece of a region that is written, and for each tensor without elements."""
-    replicas = find_replicas(united)
     pieces = share(united, replicas)
     geometry = measure_rows(replicas.regions)
     row_nbytes = geometry.row_nbytes[pieces.region]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from anyshard.planning.pack import shard_nbytes
 from anyshard.planning.share import measure_rows
@@ -20,12 +21,19 @@ _PART = "save plan of a rank"
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank writes: row i of the plan is `nbytes[i]` bytes from `start[i]` on of the rank's own shard `local_row[i]`."""
+    """What one rank writes: row i of the plan is `nbytes[i]` bytes from `start[i]` on of the rank's own shard `local_row[i]`.
+
+    `replica_set` has for each of the rank's own rows the number of its replica set, the same on all ranks, or -1 if nobody else
+    holds it. `held` is the rank's own table, row by row, with what the group knows: under which name a tensor is stored, and
+    whether it is a buffer on any rank. So ranks that hold the same region call it the same.
+    """
 
     plan: SavePlan
     local_row: IntColumn
     start: IntColumn
     nbytes: IntColumn
+    replica_set: IntColumn
+    held: RankTable
 
     def pick_sources(self, sources: Sequence[Source]) -> tuple[Source, ...]:
         """The source of each row of the plan, from those of the rank's own shards."""
@@ -44,12 +52,14 @@ class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     local_row: bytes
     start: bytes
     nbytes: bytes
+    replica_set: bytes
+    is_buffer: bytes
 
 
 def encode_rank_plan(part: RankPlan, *, rank: int) -> bytes:
     """The message that hands a plan to its rank."""
-    tensors = part.plan.shards.tensors
-    tied = np.flatnonzero(np.isin(tensors.alias_of, part.plan.shards.tensor) & (tensors.alias_of != NOT_AN_ALIAS))
+    tensors, held = part.held.shards.tensors, part.held.shards
+    tied = np.flatnonzero(np.isin(tensors.alias_of, held.tensor) & (tensors.alias_of != NOT_AN_ALIAS))
     order = np.concatenate([np.zeros(0, dtype=np.int64), *(blob.rows for blob in part.plan.blobs)])
     message = _Part(
         rank=rank,
@@ -58,6 +68,8 @@ def encode_rank_plan(part: RankPlan, *, rank: int) -> bytes:
         local_row=pack_ints(part.local_row[order]),
         start=pack_ints(part.start[order]),
         nbytes=pack_ints(part.nbytes[order]),
+        replica_set=pack_ints(part.replica_set),
+        is_buffer=pack_ints(part.held.is_buffer[held.tensor].astype(np.int64)),
     )
     return pack_message(msgspec.msgpack.encode(message))
 
@@ -68,8 +80,9 @@ def decode_rank_plan(message: bytes, own: RankTable) -> RankPlan:
     if any(count < 0 for _, _, count in part.blobs):
         raise refusal(_PART, "blobs of 0 or more rows", str(part.blobs[:8]))
     bounds = np.cumsum([0, *(count for _, _, count in part.blobs)])
-    columns = (part.local_row, part.start, part.nbytes)
-    local_row, start, nbytes = (unpack_ints(column, int(bounds[-1]), what=_PART) for column in columns)
+    written, held = (part.local_row, part.start, part.nbytes), (part.replica_set, part.is_buffer)
+    local_row, start, nbytes = (unpack_ints(column, int(bounds[-1]), what=_PART) for column in written)
+    replica_set, is_buffer = (unpack_ints(column, len(own.shards), what=_PART) for column in held)
     if ((local_row < 0) | (local_row >= len(own.shards))).any():
         raise refusal(_PART, f"rows of a table of {len(own.shards)}", "others")
     tensors, new_row = _tie(own.shards.tensors, part.ties)
@@ -78,7 +91,16 @@ def decode_rank_plan(message: bytes, own: RankTable) -> RankPlan:
         BlobPlan(section, part.rank, k, np.arange(bounds[i], bounds[i + 1])) for i, (section, k, _) in enumerate(part.blobs)
     )
     plan = SavePlan(ShardTable(tensors, new_row[shards.tensor], shards.offsets, shards.lengths), blobs)
-    return RankPlan(plan, local_row, start, nbytes)
+    return RankPlan(
+        plan, local_row, start, nbytes, replica_set, _rename(own, tensors, new_row[own.shards.tensor], is_buffer != 0)
+    )
+
+
+def _rename(own: RankTable, tensors: TensorTable, tensor: IntColumn, is_buffer: NDArray[np.bool_]) -> RankTable:
+    """A rank's table over the tensors of its group; `tensor` and `is_buffer` are per row."""
+    of_tensor = np.zeros(len(tensors), dtype=np.bool_)
+    of_tensor[tensor] = is_buffer
+    return RankTable(ShardTable(tensors, tensor, own.shards.offsets, own.shards.lengths), own.sections, of_tensor)
 
 
 def cut_rows(shards: ShardTable, rows: IntColumn, *, start: IntColumn, nbytes: IntColumn) -> ShardTable:

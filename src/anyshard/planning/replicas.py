@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from anyshard.errors import InvalidAppState, LimitExceeded
 from anyshard.planning.cover import check_cover
@@ -18,6 +19,10 @@ from anyshard.planning.unite import United, show_ranks
 from anyshard.records.addresses import show
 from anyshard.records.regions import MAX_COUNT, dense_strides, volume
 from anyshard.records.tables import IntColumn, ShardTable, pad_columns
+from anyshard.records.tiling import Flaw
+
+NO_SET = -1
+_SHOWN = 8  # holes and overlaps in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,7 @@ def find_replicas(united: United) -> Replicas:
     order = np.argsort(line, kind="stable")  # holders of a region stay in the order of their tables
     line = line[order]
     is_first = np.diff(line, prepend=-1) != 0
-    # A tie that only another rank sees makes one region out of two of this rank's: one of them is enough.
-    is_again = ~is_first & (np.diff(held.table[order], prepend=-1) == 0)
-    order, is_first = order[~is_again], is_first[~is_again]
+    _check_ties(united, held, order, ~is_first & (np.diff(held.table[order], prepend=-1) == 0))
     first = np.flatnonzero(is_first)
     chosen = order[first]
     _check_equal(united, held, order, chosen[np.cumsum(is_first) - 1])
@@ -71,6 +74,47 @@ def find_replicas(united: United) -> Replicas:
     replicas = Replicas(regions, bounds, table, held.row[order], _number_sets(bounds, table, len(united.tables)))
     _check_cover(united, replicas)
     return replicas
+
+
+def _check_ties(united: United, held: _Holdings, order: IntColumn, is_again: NDArray[np.bool_]) -> None:
+    """No rank holds one region twice: under two names that are one tensor on another rank. What to store would be a guess."""
+    for place in np.flatnonzero(is_again)[:1].tolist():
+        rows = order[[place - 1, place]]
+        table = int(held.table[rows[0]])
+        shards = united.tables[table].shards
+        one, other = (show(shards.tensors.addresses[shards.tensor[row]]) for row in held.row[rows].tolist())
+        ranks = show_ranks(united.ranks_of(held.table[rows[:1]]).tolist())
+        raise InvalidAppState(
+            f"{one} and {other}: expected them to be one tensor on all ranks that hold both, found two on {ranks} and one "
+            "elsewhere. Nothing was written; tie them on all ranks or on none"
+        )
+
+
+def count_holders(united: United, replicas: Replicas) -> tuple[IntColumn, IntColumn]:
+    """For each region how many ranks hold it, and the first of them."""
+    if not len(replicas.regions):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    _, first_rank, num_ranks = np.unique(united.table_of, return_index=True, return_counts=True)
+    first = replicas.first[:-1]
+    count: IntColumn = np.add.reduceat(num_ranks[replicas.table], first)
+    rank: IntColumn = np.minimum.reduceat(first_rank[replicas.table], first)
+    return count, rank
+
+
+def number_rows(united: United, replicas: Replicas) -> tuple[tuple[IntColumn, ...], IntColumn]:
+    """For each distinct table the replica set of each of its rows, and for each set how many ranks are in it.
+
+    A row that no other rank holds, or without elements, is in set `NO_SET`; a set of one rank counts as 0.
+    """
+    num_ranks, _ = count_holders(united, replicas)
+    num_holders = np.zeros(int(replicas.set_of.max(initial=-1)) + 1, dtype=np.int64)
+    num_holders[replicas.set_of] = np.where(num_ranks > 1, num_ranks, 0)
+    ends = np.cumsum([len(table.shards) for table in united.tables])
+    sets = np.full(int(ends[-1]), NO_SET)
+    begins = np.append(0, ends[:-1])
+    of_region = np.where(num_ranks > 1, replicas.set_of, NO_SET)
+    sets[begins[replicas.table] + replicas.row] = np.repeat(of_region, np.diff(replicas.first))
+    return tuple(np.split(sets, ends[:-1])), num_holders
 
 
 def _collect(united: United) -> _Holdings:
@@ -115,10 +159,16 @@ def _check_equal(united: United, held: _Holdings, holders: IntColumn, firsts: In
 
 
 def _check_cover(united: United, replicas: Replicas) -> None:
-    for flaw in check_cover(replicas.regions, limit=1):
-        holders = [_show_region(replicas.regions, row, united.ranks_of(replicas.tables_of(row))) for row in flaw.flaw.rows]
-        tensor = united.tensors.rows[flaw.address]
-        raise _refusal(united, tensor, f"{flaw.flaw.kind} at {flaw.flaw.offsets} of lengths {flaw.flaw.lengths}", holders)
+    flaws = [(united.tensors.rows[flaw.address], flaw.flaw) for flaw in check_cover(replicas.regions, limit=_SHOWN)]
+    found = [(tensor, _describe(united, replicas, tensor, flaw)) for tensor, flaw in flaws]
+    for tensor, text in found[:1]:
+        raise _refusal(united, tensor, "; ".join([text, *(f"{_name(united, other)}: {text}" for other, text in found[1:])]))
+
+
+def _describe(united: United, replicas: Replicas, tensor: int, flaw: Flaw) -> str:
+    holders = [_show_region(replicas.regions, row, united.ranks_of(replicas.tables_of(row))) for row in flaw.rows]
+    where = " and ".join(holders) or f"it is known to {_show_knowing(united, tensor)}"
+    return f"{flaw.kind} at {flaw.offsets} of lengths {flaw.lengths} ({where})"
 
 
 def _show(united: United, held: _Holdings, rows: Iterable[int]) -> str:
@@ -131,14 +181,19 @@ def _show_region(regions: ShardTable, row: int, ranks: IntColumn) -> str:
     return f"{lengths} at {offsets} on {show_ranks(ranks.tolist())}"
 
 
-def _refusal(united: United, tensor: int, found: str, holders: Iterable[str] = ()) -> InvalidAppState:
+def _show_knowing(united: United, tensor: int) -> str:
     held = [table for table, rows in enumerate(united.tensor_of) if (rows == tensor).any()]
-    ranks = united.ranks_of(np.array(held, dtype=np.int64)).tolist()
-    where = " and ".join(holders) or f"it is known to {show_ranks(ranks)}"
-    tensors = united.tensors
+    return show_ranks(united.ranks_of(np.array(held, dtype=np.int64)).tolist())
+
+
+def _name(united: United, tensor: int) -> str:
+    return f"{show(united.tensors.addresses[tensor])} {united.tensors.shape(tensor)}"
+
+
+def _refusal(united: United, tensor: int, found: str) -> InvalidAppState:
     return InvalidAppState(
-        f"{show(tensors.addresses[tensor])} {tensors.shape(tensor)}: expected regions that hold every element once, or the same "
-        f"region on several ranks, found {found} ({where}). Nothing was written"
+        f"{_name(united, tensor)}: expected regions that hold every element once, or the same region on several ranks, found "
+        f"{found}. Nothing was written"
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.planning.pack import shard_nbytes
-from anyshard.planning.replicas import Replicas
+from anyshard.planning.replicas import Replicas, count_holders
 from anyshard.planning.unite import United
 from anyshard.records.tables import IntColumn, ShardTable
 
@@ -65,7 +65,7 @@ def share(united: United, replicas: Replicas) -> Pieces:
     """
     rows = measure_rows(replicas.regions)
     nbytes = rows.num_rows * rows.row_nbytes
-    num_ranks, rank = _count_holders(united, replicas)
+    num_ranks, rank = count_holders(united, replicas)
     is_given = (num_ranks == 1) | united.is_buffer[replicas.regions.tensor]
     loads = np.zeros(united.num_ranks, dtype=np.int64)
     np.add.at(loads, rank[is_given], nbytes[is_given])
@@ -84,17 +84,6 @@ def share(united: United, replicas: Replicas) -> Pieces:
         parts.append(np.stack([lane[region], ranks[owner], start, stop - start]))
     pieces = np.concatenate(parts, axis=1)
     return Pieces(*pieces[:, np.lexsort((pieces[2], pieces[0]))])
-
-
-def _count_holders(united: United, replicas: Replicas) -> tuple[IntColumn, IntColumn]:
-    """For each region how many ranks hold it, and the first of them."""
-    if not len(replicas.regions):
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    _, first_rank, num_ranks = np.unique(united.table_of, return_index=True, return_counts=True)
-    first = replicas.first[:-1]
-    count: IntColumn = np.add.reduceat(num_ranks[replicas.table], first)
-    rank: IntColumn = np.minimum.reduceat(first_rank[replicas.table], first)
-    return count, rank
 
 
 def _tolerate(set_of: IntColumn, nbytes: IntColumn, num_ranks: IntColumn) -> IntColumn:

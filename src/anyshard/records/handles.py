@@ -25,6 +25,8 @@ BITS_DTYPES: Final[Mapping[int, np.dtype[Any]]] = {
     16: np.dtype("<c16"),
 }
 
+_SHORT_NBYTES = 4096
+
 Slices: TypeAlias = tuple[slice, ...]
 
 
@@ -58,17 +60,22 @@ class ArraySource:
 
     def __init__(self, bits: NDArray[np.generic]) -> None:
         self._bits = bits
+        self._dense = bits.reshape(-1).view(np.uint8) if bits.flags.c_contiguous else None
 
     @property
     def nbytes(self) -> int:
         return int(self._bits.nbytes)
 
     def read_into(self, start: int, out: memoryview) -> None:
+        if self._dense is not None:
+            part = self._dense[start : start + len(out)]
+            if len(out) <= _SHORT_NBYTES:
+                out[:] = part.data  # takes half the time of NumPy, which lets other threads run meanwhile
+            else:
+                np.copyto(np.frombuffer(out, dtype=np.uint8), part)
+            return
         array, itemsize = self._bits, self._bits.itemsize
         target = np.frombuffer(out, dtype=array.dtype)
-        if array.flags.c_contiguous:
-            np.copyto(target, array.reshape(-1)[start // itemsize : start // itemsize + target.size])
-            return
         position = 0
         offsets, lengths = decompose_run(array.shape, start // itemsize, start // itemsize + target.size)
         for offset, length in zip(offsets, lengths, strict=True):

@@ -1,35 +1,102 @@
-"""The payload of a section's values slot: a map whose member `shared` is the value tree that all ranks have in common.
+"""The payload of a rank's values slot of a section: its part of the value tree that all ranks share, and what is its own.
 
-Later members will hold what is per rank, so readers ignore members that they do not know.
+A map; each member may be absent, and readers ignore members that they do not know.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import Any
 
 from anyshard.errors import CheckpointDamaged
-from anyshard.records.addresses import component
+from anyshard.records.addresses import component, show
 from anyshard.records.values import ValueRegistry, decode_value, encode_value
-from anyshard.records.values_types import ValueLimits
+from anyshard.records.values_encoder import Rooted
 
-SHARED = "shared"
-
-_HEADER = b"\x81" + msgspec.msgpack.encode(SHARED)  # a map of one member, and its name
-_WHOLE = ValueLimits()
-# What the map around it takes is taken off, so that nothing can be saved that would be refused at load.
-_INNER = ValueLimits(_WHOLE.max_nbytes - len(_HEADER), _WHOLE.max_depth - 1, _WHOLE.max_nodes - 2)
+MAX_RANK = (1 << 31) - 1
 
 
-def encode_section(tree: object, *, section: str, registry: ValueRegistry) -> bytes:
-    """The payload that holds `tree`; errors name the address in the app state."""
-    return _HEADER + encode_value(tree, address=component(section), registry=registry, limits=_INNER)
+class _Absent(enum.Enum):
+    ABSENT = "absent"
 
 
-def decode_section(data: bytes, *, registry: ValueRegistry, file: str) -> object:
-    """The tree in a payload; anything else than a map with a member `shared` is `CheckpointDamaged`."""
+ABSENT = _Absent.ABSENT  # a tree that is not there, for None is a tree
+
+
+@dataclass(frozen=True, slots=True)
+class SectionValues:
+    """What one rank has of a section's values.
+
+    `shared` is its part of the common tree, `per_rank` its own tree for each address at which the common tree has a
+    `PerRankMark`. Only the coordinator has the others: `also` are the ranks with further parts of `shared`, `keys` says for each
+    of those addresses under which key which rank has a tree.
+    """
+
+    shared: object = ABSENT
+    per_rank: Mapping[str, object] = field(default_factory=dict)
+    also: tuple[int, ...] = ()
+    keys: Mapping[str, Mapping[bytes, int]] = field(default_factory=dict)
+
+
+def encode_section(values: SectionValues, *, section: str, registry: ValueRegistry) -> bytes:
+    """The payload of these values, the same in every process; errors name the address in the app state."""
+    root = component(section)
+    members: dict[str, object] = {}
+    if values.shared is not ABSENT:
+        members["shared"] = Rooted(root, values.shared)
+    if values.also:
+        members["also"] = list(values.also)
+    if values.per_rank:
+        members["per_rank"] = {address: Rooted(address, tree) for address, tree in values.per_rank.items()}
+    if values.keys:
+        members["keys"] = {address: [list(pair) for pair in ranks.items()] for address, ranks in values.keys.items()}
+    return encode_value(members, address=root, registry=registry)
+
+
+def decode_section(data: bytes, *, registry: ValueRegistry, file: str) -> SectionValues:
+    """The values in a payload; members of another form than `encode_section` gives them are `CheckpointDamaged`."""
     members = decode_value(data, registry=registry, file=file)
-    if not isinstance(members, Mapping) or SHARED not in members:
-        raise CheckpointDamaged(f"{file}: expected a map with a member {SHARED!r}, found {type(members).__name__}", file=file)
-    return members[SHARED]
+    try:
+        found = _read_map(members)
+        return SectionValues(
+            shared=found.get("shared", ABSENT),
+            per_rank=_read_map(found.get("per_rank", {})),
+            also=_read_ranks(found.get("also", [])),
+            keys={address: _read_keys(pairs) for address, pairs in _read_map(found.get("keys", {})).items()},
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointDamaged(f"{show(file)}: {error}; load another checkpoint", file=file) from None
+
+
+def _read_map(value: object) -> dict[str, Any]:
+    if type(value) is not dict or set(map(type, value)) - {str}:
+        raise ValueError(f"expected a map with string keys, found {type(value).__name__}")
+    return value
+
+
+def _read_ranks(value: object) -> tuple[int, ...]:
+    if type(value) is not list:
+        raise ValueError(f"expected a list of ranks, found {type(value).__name__}")
+    ranks = tuple(map(_read_rank, value))
+    if list(ranks) != sorted(set(ranks)):
+        raise ValueError("expected ranks that rise, found another order")
+    return ranks
+
+
+def _read_rank(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_RANK:
+        raise ValueError(f"expected a rank from 0 to {MAX_RANK}, found a {type(value).__name__} that is none")
+    return value
+
+
+def _read_keys(value: object) -> dict[bytes, int]:
+    if type(value) is not list:
+        raise ValueError(f"expected a list of keys and ranks, found {type(value).__name__}")
+    keys = {}
+    for pair in value:
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) is not bytes or pair[0] in keys:
+            raise ValueError("expected keys as bytes that differ, each with a rank, found another value")
+        keys[pair[0]] = _read_rank(pair[1])
+    return keys

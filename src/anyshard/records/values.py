@@ -36,6 +36,7 @@ code  value                     payload
   24  timedelta                 [days, seconds, microseconds]
   25  UUID                      bin: 16 bytes, big-endian
   26  registered type           [name, payload as its encoder gave it]; a reader that lacks the name keeps both
+  27  per-rank mark             [address]: each rank has a tree of its own there, beside this one
 ```
 
 dtype names are those of `records/dtypes.py`. Where a payload says int, an int beyond 64 bits stands as code 2. A reader refuses
@@ -51,14 +52,12 @@ position in a BytesIO.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
 import msgspec
 
-from anyshard.errors import CheckpointDamaged, InvalidRegistration, LimitExceeded, UnsupportedValue
-from anyshard.records.addresses import component, join_address, show
-from anyshard.records.values_kinds import Code, Fields, Members, Pairs, find_kind, is_builtin_type, make_value, read_fields
+from anyshard.errors import CheckpointDamaged, InvalidRegistration
+from anyshard.records.addresses import show
+from anyshard.records.values_encoder import Encoder
+from anyshard.records.values_kinds import Code, make_value, read_fields
 from anyshard.records.values_registry import RESERVED_PREFIXES, RegisteredType, ValueRegistry
 from anyshard.records.values_scan import scan
 from anyshard.records.values_tree import (
@@ -72,13 +71,21 @@ from anyshard.records.values_tree import (
     map_marks,
     rebuild_container,
 )
-from anyshard.records.values_types import LARGE_VALUE_NBYTES, NamedTupleRecord, TensorMark, Unregistered, ValueLimits
+from anyshard.records.values_types import (
+    LARGE_VALUE_NBYTES,
+    NamedTupleRecord,
+    PerRankMark,
+    TensorMark,
+    Unregistered,
+    ValueLimits,
+)
 
 __all__ = [
     "DEFAULT_LIMITS",
     "LARGE_VALUE_NBYTES",
     "InvalidRegistration",
     "NamedTupleRecord",
+    "PerRankMark",
     "RegisteredType",
     "TensorMark",
     "Unregistered",
@@ -99,12 +106,7 @@ __all__ = [
 
 DEFAULT_LIMITS = ValueLimits()
 
-_MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
-_ATOMS = frozenset({type(None), bool, int, float, str})
 _CODES = frozenset(Code)
-_ADVICE = "store large data as tensors or numpy arrays"
-
-_Sized = TypeVar("_Sized", str, bytes)
 
 
 def encode_value(value: object, *, address: str, registry: ValueRegistry, limits: ValueLimits = DEFAULT_LIMITS) -> bytes:
@@ -113,17 +115,13 @@ def encode_value(value: object, *, address: str, registry: ValueRegistry, limits
     `address` is where the value lies in the app state. Raises `UnsupportedValue` with the address of the element that no
     type of the table or registry fits exactly, and `LimitExceeded` where the value is too large or nested too deep.
     """
-    encoder = _Encoder(address, registry, limits)
-    data = msgspec.msgpack.encode(encoder.lower(value))
-    if len(data) > limits.max_nbytes:
-        raise encoder.exceed(f"{limits.max_nbytes} bytes")
-    return data
+    return Encoder(address, registry, limits).encode(value)
 
 
 def decode_value(
     data: bytes | bytearray | memoryview, *, registry: ValueRegistry, file: str, limits: ValueLimits = DEFAULT_LIMITS
 ) -> object:
-    """The value of encoded bytes, with marks as `TensorMark`; nothing is built before shape and limits have been checked.
+    """The value of encoded bytes, marks in it as records; nothing is built before shape and limits have been checked.
 
     Calls no code but that of the standard library, NumPy and `registry`. A name that the registry lacks gives `Unregistered`,
     as does a value of a reserved name that cannot be made here.
@@ -139,185 +137,6 @@ def decode_value(
     except (ValueError, TypeError, OverflowError) as error:
         message = f"{show(file)}: expected a well-formed value of {len(whole)} bytes, found damage: {show(str(error))}"
         raise CheckpointDamaged(f"{message}; load another checkpoint", file=file) from error
-
-
-class _Encoder:
-    """Lowers one value to what MessagePack has: atoms, bytes, lists, dicts with string keys, and extensions.
-
-    `_path` has one entry per list or dict around the present element: its position, its key in a tuple, or None where the
-    list is not the user's own but part of a payload.
-    """
-
-    def __init__(self, address: str, registry: ValueRegistry, limits: ValueLimits) -> None:
-        self._root = address
-        self._registry = registry
-        self._limits = limits
-        self._path: list[int | tuple[object] | None] = []
-        self._around: set[int] = set()
-        self._num_nodes = 0
-        self._nbytes = 0
-        self._lowerings: dict[type, Callable[[Any], object]] = {
-            list: self._lower_list,
-            dict: self._lower_dict,
-            Fields: self._lower_fields,
-            Members: self._lower_members,
-            Pairs: self._lower_pairs,
-        }
-
-    def lower(self, value: Any) -> object:
-        """The element as MessagePack has it. Counts each object of the wire once, as `scan` does."""
-        self._count(1)
-        kind = type(value)
-        if kind is str:
-            return self._check_text(value)
-        if kind is bytes:
-            return self._check_size(value)
-        if kind in _ATOMS and (kind is not int or _MIN_INT <= value <= _MAX_INT):
-            return value
-        if id(value) in self._around:
-            raise self._refuse("expected a tree, found an element that contains itself; break the cycle")
-        self._around.add(id(value))
-        lowered = self._lowerings.get(kind, self._lower_extension)(value)
-        self._around.remove(id(value))
-        return lowered
-
-    def exceed(self, limit: str, advice: str = _ADVICE) -> LimitExceeded:
-        """The error for a limit that was met at the present element."""
-        where = f"in the values of {show(self._root)}"
-        return LimitExceeded(f"{show(self._address())}: expected at most {limit} {where}, found more; {advice}")
-
-    def _lower_list(self, items: list[object]) -> object:
-        self._enter()
-        lowered = self._pack_atoms(items, items)
-        if lowered is None:
-            lowered = []
-            for position, item in enumerate(items):
-                self._path[-1] = position
-                lowered.append(self.lower(item))
-        self._path.pop()
-        return lowered
-
-    def _pack_atoms(self, items: Any, *parts: Iterable[object]) -> Any:
-        # Lists and dicts of numbers or names go to msgspec in one call; what it refuses, the slow way finds and names.
-        if not all(_ATOMS.issuperset(map(type, part)) for part in parts):
-            return None
-        try:
-            packed = msgspec.Raw(msgspec.msgpack.encode(items))
-        except (OverflowError, UnicodeEncodeError):
-            return None
-        self._count(len(items) * len(parts))
-        return packed
-
-    def _lower_fields(self, fields: Fields) -> list[object]:
-        self._enter()
-        lowered = [self.lower(field) for field in fields]
-        self._path.pop()
-        return lowered
-
-    def _lower_members(self, members: Members) -> list[msgspec.Raw]:
-        self._enter()
-        packed = sorted(msgspec.msgpack.encode(self.lower(member)) for member in members)
-        self._path.pop()
-        return [msgspec.Raw(member) for member in packed]
-
-    def _lower_dict(self, items: dict[object, object]) -> object:
-        if set(map(type, items)) - {str}:
-            return self._lower_extension(items)
-        self._enter()
-        lowered = self._pack_atoms(items, items.keys(), items.values())
-        if lowered is None:
-            lowered = {}
-            for key, item in items.items():
-                self._path[-1] = None
-                name = self.lower(key)
-                self._path[-1] = (key,)
-                lowered[name] = self.lower(item)
-        self._path.pop()
-        return lowered
-
-    def _lower_pairs(self, pairs: Pairs) -> list[object]:
-        self._enter()
-        lowered = []
-        for key, item in pairs:
-            self._path[-1] = None
-            lowered.append(self.lower(key))
-            self._path[-1] = (key,)
-            lowered.append(self.lower(item))
-        self._path.pop()
-        return lowered
-
-    def _lower_extension(self, value: Any) -> msgspec.msgpack.Ext:
-        code, parts = self._take_registered(value) or self._take(value)
-        return msgspec.msgpack.Ext(int(code), msgspec.msgpack.encode(self.lower(parts)))
-
-    def _take(self, value: object) -> tuple[Code, object]:
-        kind = find_kind(value)
-        if kind is None:
-            raise self._refuse(f"expected a type that can be stored exactly, found {_describe_type(value)}")
-        try:
-            return kind.code, kind.take(value)
-        except ValueError as error:
-            raise self._refuse(str(error)) from error
-
-    def _take_registered(self, value: object) -> tuple[Code, object] | None:
-        entry = self._registry.find_type(type(value))
-        if entry is None:
-            return None
-        try:
-            return Code.REGISTERED, Fields([entry.name, entry.encode(value)])
-        except Exception as error:  # The encoder is the user's code; whatever it raises gets the address.
-            raise self._refuse(f"the encoder registered as {entry.name!r} failed: {error!r}") from error
-
-    def _enter(self) -> None:
-        self._path.append(None)
-        if len(self._path) > self._limits.max_depth:
-            raise self.exceed(f"{self._limits.max_depth} nested containers", "flatten them")
-
-    def _count(self, num: int) -> None:
-        self._num_nodes += num
-        if self._num_nodes > self._limits.max_nodes:
-            raise self.exceed(f"{self._limits.max_nodes} elements")
-
-    def _check_size(self, data: _Sized) -> _Sized:
-        self._nbytes += len(data)
-        if self._nbytes > self._limits.max_nbytes:
-            raise self.exceed(f"{self._limits.max_nbytes} bytes")
-        return data
-
-    def _check_text(self, text: str) -> str:
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise self._refuse(f"expected text that is valid UTF-8, found {show(text[:80])!r}; save it as bytes") from None
-        return self._check_size(text)
-
-    def _refuse(self, reason: str) -> UnsupportedValue:
-        address = self._address()
-        return UnsupportedValue(f"{show(address)}: {reason}", address=address)
-
-    def _address(self) -> str:
-        return join_address(self._root, *(_write_component(entry) for entry in self._path if entry is not None))
-
-
-def _write_component(entry: int | tuple[object]) -> str:
-    if isinstance(entry, int):
-        return str(entry)
-    try:
-        return component(entry[0])
-    except (UnsupportedValue, ValueError):
-        # Values may have keys that no address can hold, such as paths; only tensors may not lie below them.
-        return f"~?{type(entry[0]).__qualname__}"
-
-
-def _describe_type(value: object) -> str:
-    kind = type(value)
-    bases = [base.__qualname__ for base in kind.__mro__[1:-1] if is_builtin_type(base)]
-    found = f"{kind.__module__}.{kind.__qualname__}"
-    advice = f"or register {kind.__qualname__} with anyshard.register_value"
-    if not bases:
-        return f"{found}; convert it to plain values, {advice}"
-    return f"{found}, a subclass of {bases[0]}, which would come back as a plain {bases[0]}; convert it yourself, {advice}"
 
 
 class _Decoder:

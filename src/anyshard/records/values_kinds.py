@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from anyshard.records import values_numpy
-from anyshard.records.values_types import LARGE_VALUE_NBYTES, NamedTupleRecord, TensorMark, Unregistered
+from anyshard.records.values_types import LARGE_VALUE_NBYTES, NamedTupleRecord, PerRankMark, TensorMark, Unregistered
 
 MAX_INT_NBYTES = LARGE_VALUE_NBYTES
 # A set or dict whose members share one hash takes time quadratic in them: small ones may, larger ones only a little.
@@ -66,6 +66,7 @@ class Code(enum.IntEnum):
     TIMEDELTA = 24
     UUID = 25
     REGISTERED = 26
+    PER_RANK = 27
 
 
 class Fields(list[object]):
@@ -323,6 +324,7 @@ _KINDS = (
         lambda p: datetime.timedelta(*read_fields(p, int, int, int)),
     ),
     Kind(Code.UUID, (uuid.UUID,), lambda v: v.bytes, lambda p: uuid.UUID(bytes=_read(p, bytes))),
+    Kind(Code.PER_RANK, (PerRankMark,), lambda v: Fields([v.address]), lambda p: PerRankMark(*read_fields(p, str))),
 )
 _BY_TYPE = _index_types((*_KINDS, Kind(Code.REGISTERED, (Unregistered,), lambda v: Fields([v.name, v.payload]), read_fields)))
 _BY_CODE = {kind.code: kind for kind in _KINDS}

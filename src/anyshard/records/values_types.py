@@ -25,6 +25,13 @@ class TensorMark:
 
 
 @dataclass(frozen=True, slots=True)
+class PerRankMark:
+    """Stands in a value tree for what every rank has of its own at `address`."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Unregistered:
     """A stored value of a registered type that cannot be made in this process. Saving it again keeps it whole.
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from anyshard.adapters.placements import LocalRegions, local_regions, regions_of
-from anyshard.adapters.tensors import array_bits, bits_of, dtype_name
+from anyshard.adapters.tensors import bits_of, dtype_name, host_bits, local_tensor
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 _MANTISSA_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7, "float8_e5m2": 2, "float8_e4m3fn": 3}
@@ -95,6 +95,11 @@ def _make_finite(bits: Bits, dtype: torch.dtype, kind: Fill) -> Bits:
     return cast("Bits", sign | exponent << unsigned(mantissa_bits) | mantissa)
 
 
+def local_bytes(state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """What this rank holds of each tensor, as bytes by address."""
+    return {address: host_bits(bits_of(local_tensor(tensor, address).cpu())).tobytes() for address, tensor in state.items()}
+
+
 def full_bytes(state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """Each logical tensor of all ranks' states as the bytes of the whole, on every rank, by address; every rank calls.
 
@@ -118,7 +123,7 @@ _Part: TypeAlias = tuple[str, tuple[str, tuple[int, ...], int], Sequence[int], S
 def _take_parts(address: str, tensor: torch.Tensor) -> Iterator[_Part]:
     regions, local = _look_at(tensor, address)
     logical = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.element_size())
-    bits = array_bits(bits_of(local.cpu()).numpy())
+    bits = host_bits(bits_of(local.cpu()))
     for row in range(len(regions)):
         yield address, logical, regions.offsets[row].tolist(), regions.lengths[row].tolist(), bits[regions.slices(row)].tobytes()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,9 +12,29 @@ from torch.distributed.tensor import DTensor
 
 from anyshard.adapters.modules import ModuleView, name_parameters
 from anyshard.adapters.recognise import unwrap
-from anyshard.testing.fill import Fill, fill
+from anyshard.testing.fill import Fill, fill, local_bytes
 
 _SQUARES = ("_sq", "square_avg", "sum")  # state that optimizers take the root of
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one rank has at a moment of training: the bytes of all tensors by address, and the options of all groups."""
+
+    tensors: Mapping[str, bytes]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer) -> Moment:
+        """This moment."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        return cls(local_bytes(training_state(model, optimizer)), groups)
+
+    def differences(self, other: Moment) -> list[str]:
+        """The addresses of tensors that differ or that only one of the two has, and "groups" if the groups differ."""
+        addresses = sorted({*self.tensors, *other.tensors})
+        differing = [address for address in addresses if self.tensors.get(address) != other.tensors.get(address)]
+        return differing + ["groups"] * (self.groups != other.groups)
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -24,7 +24,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from anyshard.testing.rank import find_case, join, listen
 from anyshard.testing.wire import Wire
 
-_WARM = ("anyshard.saving", "anyshard.loading", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
+# The last two bring what torch and pyarrow import at the first DTensor and the first index: half a second in every rank.
+_WARM = (
+    "anyshard.checkpointer",
+    "anyshard.saving",
+    "anyshard.loading",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.tensor.debug",
+    "pyarrow.compute",
+)
 
 
 @final

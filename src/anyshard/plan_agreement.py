@@ -1,0 +1,95 @@
+"""How the ranks of a group come to the plan of one save: that of an earlier save, or a new one for all of them.
+
+Every rank posts whether it has a plan for its structure. The coordinator goes on at once if it has one itself, and else waits for
+all posts: if nobody has one it plans afresh, if some have the save ends on all ranks with `StructureChanged`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+from anyshard.agreed_plan import AgreedPlan, PlanCache, Structure, plan_together, take_part
+from anyshard.coord.agreement import Agreement
+from anyshard.coord.group import Group
+from anyshard.errors import StructureChanged
+from anyshard.records.save_messages import Begin, PlanPart, StructurePost, read_message
+from anyshard.records.table_codec import decode_tables, encode_table
+from anyshard.records.value_parts import decode_part_list, encode_part_list
+
+
+@final
+class PlanAgreement:
+    """One rank's side of it, for one save of a structure."""
+
+    def __init__(
+        self, agreement: Agreement, group: Group, plans: PlanCache, structure: Structure, *, max_blob_nbytes: int
+    ) -> None:
+        self._agreement = agreement
+        self._group = group
+        self._plans = plans
+        self._structure = structure
+        self._max_blob_nbytes = max_blob_nbytes
+        self._fingerprint = structure.fingerprint(world_size=group.size, max_blob_nbytes=max_blob_nbytes)
+        self._known = plans.find(self._fingerprint)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has no plan of an earlier save for this structure."""
+        return self._known is None
+
+    def post(self) -> None:
+        """Tell the coordinator what this rank has, without waiting for anybody."""
+        if self._known is not None:
+            self._agreement.post("structure", StructurePost(self._known.id).encode())
+        elif self._group.size > 1:
+            encoded = encode_table(self._structure.table)
+            post = StructurePost(
+                plan="",
+                why=self._plans.explain_miss(self._structure),
+                vocabulary=self._agreement.share(encoded.vocabulary),
+                rows=self._agreement.share(encoded.rows),
+                parts=self._agreement.share(encode_part_list(self._structure.parts)),
+                keys=self._structure.keys,
+            )
+            self._agreement.post("structure", post.encode())
+
+    def lead(self) -> AgreedPlan:
+        """On the coordinator: the plan, handed out to all if it is new."""
+        if self._known is not None:
+            return self._known
+        structures = self._collect() if self._group.size > 1 else (self._structure,)
+        whole, parts = plan_together(structures, max_blob_nbytes=self._max_blob_nbytes)
+        self._agreement.hand_out("plan", [part.encode() for part in parts])
+        return take_part(parts[self._group.rank], self._structure, whole=whole)
+
+    def follow(self, begun: Begin) -> AgreedPlan:
+        """On all other ranks: the plan under which the coordinator has begun."""
+        plan = self._known
+        if plan is None and begun.is_new:
+            plan = take_part(read_message(self._agreement.receive("plan"), PlanPart), self._structure)
+        if plan is None or plan.id != begun.plan:
+            raise _differ({self._group.ranks[self._group.rank]: self._plans.explain_miss(self._structure)})
+        return plan
+
+    def keep(self, plan: AgreedPlan) -> None:
+        """Keep the plan for later saves; once the save is committed, so that all ranks keep it or none."""
+        if self._known is None:
+            self._plans.keep(self._fingerprint, plan, self._structure)
+
+    def _collect(self) -> Sequence[Structure]:
+        """What all ranks hold; equal messages become the same objects."""
+        posts = [read_message(post, StructurePost) for post in self._agreement.collect("structure")]
+        changed = {self._group.ranks[rank]: post.why for rank, post in enumerate(posts) if not post.plan}
+        if len(changed) < len(posts):
+            raise _differ(changed)
+        fetch = self._agreement.fetch
+        vocabularies = [fetch(digest) for digest in dict.fromkeys(post.vocabulary for post in posts)]
+        rows = {digest: fetch(digest) for digest in dict.fromkeys(post.rows for post in posts)}
+        parts = {digest: decode_part_list(fetch(digest)) for digest in dict.fromkeys(post.parts for post in posts)}
+        tables = decode_tables([rows[post.rows] for post in posts], vocabularies)
+        return [Structure(table, parts[post.parts], post.keys) for table, post in zip(tables, posts, strict=True)]
+
+
+def _differ(changed: Mapping[int, str]) -> StructureChanged:
+    return StructureChanged("expected all ranks to hold the structure of an earlier save, or none of them:", changed)

@@ -1,0 +1,82 @@
+"""Per-rank values and random state on real ranks, through files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import anyshard
+from anyshard.records.values import PerRankMark
+
+
+class Loader:
+    """A stateful with a tensor in its state."""
+
+    def __init__(self, position: int) -> None:
+        self.state: dict[str, Any] = {"position": position, "order": torch.arange(3) + position}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def make_state(position: int, *, key: int) -> dict[str, Any]:
+    return {"rng": anyshard.RNGState(), "data": {"loader": anyshard.PerRank(Loader(position), key=key), "epoch": 3}}
+
+
+def read(state: dict[str, Any]) -> tuple[object, ...]:
+    loaded = state["data"]["loader"].value.state
+    return loaded["position"], loaded["order"].tolist(), state["data"]["epoch"]
+
+
+def save_and_load(path: str) -> tuple[object, ...]:
+    rank = dist.get_rank()
+    random.seed(rank)
+    anyshard.save(path, make_state(rank, key=rank))
+    expected, state = random.random(), make_state(-1, key=rank)
+    anyshard.load(path, state)
+    return expected == random.random(), read(state)
+
+
+def load_with_keys_swapped(path: str) -> tuple[object, ...]:
+    state = make_state(-1, key=1 - dist.get_rank())
+    anyshard.load(path, state)
+    return read(state)
+
+
+def load_on_one_rank(path: str) -> tuple[object, ...]:
+    state = make_state(-1, key=1)
+    try:
+        anyshard.load(path, state)
+    except anyshard.StateMismatch as error:
+        found = [(difference.kind, difference.address) for difference in error.differences]
+    anyshard.load(path, state, options=anyshard.LoadOptions(exclude=("rng",)))
+    return found, read(state)
+
+
+def test_each_rank_gets_its_own_back(worlds, tmp_path: Path) -> None:
+    """Loader, its tensors, and random numbers, each that of the same rank."""
+    own = [(True, (rank, [rank, rank + 1, rank + 2], 3)) for rank in range(2)]
+    assert own == worlds(2).run(save_and_load, str(tmp_path / "a"))
+
+
+def test_a_key_takes_values_to_other_ranks(worlds, tmp_path: Path) -> None:
+    """To another rank of as many, and to another number of ranks, where random state has to be left out."""
+    path = str(tmp_path / "a")
+    worlds(2).run(save_and_load, path)
+    assert [(1, [1, 2, 3], 3), (0, [0, 1, 2], 3)] == worlds(2).run(load_with_keys_swapped, path)
+    assert ([("rank", "rng")], (1, [1, 2, 3], 3)) == load_on_one_rank(path)
+
+
+def test_an_open_checkpoint_shows_where_they_are(worlds, tmp_path: Path) -> None:
+    """Offline, each rank's tensors are there under their addresses."""
+    worlds(2).run(save_and_load, str(tmp_path / "a"))
+    with anyshard.open(tmp_path / "a") as checkpoint:
+        assert {"loader": PerRankMark("data/loader"), "epoch": 3} == checkpoint.values("data")
+        assert [1, 2, 3] == checkpoint["data/loader/order/~r1"].numpy().tolist()
