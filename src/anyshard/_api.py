@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from anyshard.checkpoint import Checkpoint
@@ -59,7 +58,7 @@ def save(  # noqa: PLR0913 - the public verb; all but two are keywords
             save, others do not; the next save plans afresh.
     """
     return _checkpointer(os.getpid()).save(
-        place, app_state, step=step, overwrite=overwrite, group=group, options=options or SaveOptions(), sinks=sinks
+        place, app_state, step=step, overwrite=overwrite, group=group, options=options, sinks=sinks
     )
 
 
@@ -102,9 +101,8 @@ def load(  # noqa: PLR0913 - the public verb; all but two are keywords
         InvalidOption: an argument or option has a value that it cannot have. InvalidRegistration: a registered decoder failed.
         LoadInterrupted: failed half-way; `app_state` must be loaded again before use.
     """
-    given: dict[str, Any] = {"strict": strict, "only": only, "exclude": exclude, "cast": cast, "verify": verify}
-    chosen = replace(options or LoadOptions(), **{name: value for name, value in given.items() if value is not None})
-    return _checkpointer(os.getpid()).load(place, app_state, group=group, options=chosen, sinks=sinks)
+    given = {"strict": strict, "only": only, "exclude": exclude, "cast": cast, "verify": verify}
+    return _checkpointer(os.getpid()).load(place, app_state, group=group, options=options, sinks=sinks, **given)
 
 
 def open(  # noqa: A001 - anyshard.open, as in io.open
@@ -123,10 +121,10 @@ def open(  # noqa: A001 - anyshard.open, as in io.open
     Raises:
         CheckpointNotFound, NotACheckpoint, UnsupportedFormat: there is nothing that this release can read.
         CheckpointDamaged: a record is not what was saved; reading what lies in a damaged blob raises it later.
-        CheckpointReplaced: it was saved over again and again meanwhile. A section that is first read when its files are gone
-            raises it too: open the checkpoint again.
+        CheckpointReplaced: it was saved over again and again meanwhile. What is first read when its files are gone raises it too:
+            open the checkpoint again.
     """
-    return _checkpointer(os.getpid()).open(place, options=options or LoadOptions(), sinks=sinks)
+    return _checkpointer(os.getpid()).open(place, options=options, sinks=sinks)
 
 
 def register_value(name: str, type_: type[T], encode: Callable[[T], object], decode: Callable[[Any], T]) -> None:

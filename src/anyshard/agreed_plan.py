@@ -18,20 +18,29 @@ import xxhash
 
 from anyshard.planning.group_plan import Blobs, GroupPlan, plan_group
 from anyshard.planning.owners import Owners, assign_owners, decode_owned, encode_owned
-from anyshard.planning.part_sets import PartSets, find_part_sets
+from anyshard.planning.part_sets import PartSets, find_part_sets, join_part_sets
 from anyshard.planning.rank_plan import RankPlan, decode_rank_plan, encode_rank_plan
 from anyshard.records.addresses import check_directories, section_of, show
 from anyshard.records.captured import Captured
 from anyshard.records.index import decode_index, encode_index
 from anyshard.records.packed import pack_ints, unpack_ints
 from anyshard.records.rank_table import RankTable, make_rank_table
-from anyshard.records.save_messages import PlanPart
+from anyshard.records.save_messages import LocalPlan
 from anyshard.records.table_codec import fingerprint
 from anyshard.records.tables import NO_BLOB, IntColumn, ShardTable
-from anyshard.records.value_parts import PartList, Path, list_parts
+from anyshard.records.value_parts import (
+    DIGEST_NBYTES,
+    EMPTY_DICT_DIGEST,
+    PartList,
+    Path,
+    list_own_parts,
+    list_parts,
+    list_paths,
+    part_address,
+)
 from anyshard.records.values import ValueRegistry
 
-_KEPT = 4  # structures: an actor's, a critic's, ...
+_KEPT = 4  # app states with other sections: an actor's, a critic's, ...
 _SHOWN = 5
 
 
@@ -43,6 +52,11 @@ class Structure:
     parts: PartList
     keys: Mapping[str, bytes]
 
+    @property
+    def own_parts(self) -> PartList:
+        """The per-rank values as parts, so that ranks with equal keys compare them. Their digests are not known here."""
+        return list_own_parts({address: (key, bytes(DIGEST_NBYTES)) for address, key in self.keys.items()})
+
     def fingerprint(self, *, world_size: int, max_blob_nbytes: int) -> str:
         """Equal for structures that have the same plan."""
         values = msgspec.msgpack.encode([self.parts.structure, sorted(self.keys.items())])
@@ -50,15 +64,17 @@ class Structure:
         return fingerprint(self.table, world_size=world_size, options=options)
 
 
-def describe_structure(captured: Captured, registry: ValueRegistry) -> Structure:
-    """The structure of an app state that was taken apart."""
+def describe_structure(captured: Captured, registry: ValueRegistry, *, world_size: int) -> Structure:
+    """The structure of an app state that was taken apart. A rank alone, which compares with nobody, encodes no values for it."""
+    trees, branches = captured.trees, captured.branches
+    parts = list_paths(trees, branches=branches) if world_size == 1 else list_parts(trees, registry=registry, branches=branches)
     table = make_rank_table(captured.shards, tuple(captured.trees), buffers=captured.buffers)
     keys = {address: part.key for address, part in captured.per_rank.items()}
-    return Structure(table, list_parts(captured.trees, registry=registry, branches=captured.branches), keys)
+    return Structure(table, parts, keys)
 
 
 @dataclass(frozen=True, slots=True)
-class WholePlan:
+class GlobalPlan:
     """What only the coordinator keeps of a plan: the records that are the same at every save of this structure.
 
     `num_holders` counts the ranks of each replica set, `num_part_holders` those of each part set. `also` and `keys` go into its
@@ -84,46 +100,47 @@ class WholePlan:
 
 @dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """One rank's part of a plan, and on the coordinator what belongs to all. Its `id` is the same on all ranks."""
+    """The plan as one rank keeps it: its local plan, and on the coordinator what belongs to all. Its `id` is the same on all."""
 
     id: str
-    part: RankPlan
+    local: RankPlan
     owned: Mapping[str, tuple[Path, ...]]
     part_set: IntColumn
-    whole: WholePlan | None = None
+    common: GlobalPlan | None = None
 
 
-def plan_together(structures: Sequence[Structure], *, max_blob_nbytes: int) -> tuple[WholePlan, tuple[PlanPart, ...]]:
-    """The plan of a whole group from the structures of its ranks, and the part of it that each rank is told.
+def plan_together(structures: Sequence[Structure], *, max_blob_nbytes: int) -> tuple[GlobalPlan, tuple[LocalPlan, ...]]:
+    """The plan of a whole group from the structures of its ranks, and the local plan of each rank.
 
     Raises `InvalidAppState` if the ranks do not fit together.
     """
     plan = plan_group([structure.table for structure in structures], max_blob_nbytes=max_blob_nbytes)
     check_directories(plan.sections)
     lists = [structure.parts for structure in structures]
-    owners, sets = assign_owners(lists), find_part_sets(lists)
-    whole = _make_whole(plan, owners, sets, structures)
+    owners = assign_owners(lists)
+    sets = join_part_sets(find_part_sets(lists), find_part_sets([structure.own_parts for structure in structures]))
+    common = _make_global(plan, owners, sets, structures)
     plan_id = secrets.token_hex(8)
     parts = zip(plan.split(), owners.of_rank, sets.of_rank, strict=True)
-    return whole, tuple(
-        PlanPart(plan_id, encode_rank_plan(part, rank=rank), encode_owned(owned), pack_ints(part_set))
+    return common, tuple(
+        LocalPlan(plan_id, encode_rank_plan(part, rank=rank), encode_owned(owned), pack_ints(part_set))
         for rank, (part, owned, part_set) in enumerate(parts)
     )
 
 
-def take_part(message: PlanPart, own: Structure, *, whole: WholePlan | None = None) -> AgreedPlan:
+def take_plan(message: LocalPlan, own: Structure, *, common: GlobalPlan | None = None) -> AgreedPlan:
     """The plan as one rank keeps it."""
-    num_parts = sum(map(len, own.parts.parts.values()))
+    num_parts = sum(map(len, own.parts.parts.values())) + len(own.keys)
     part_set = unpack_ints(message.part_set, num_parts, what="part sets of a rank")
-    return AgreedPlan(message.plan, decode_rank_plan(message.rows, own.table), decode_owned(message.owned), part_set, whole)
+    return AgreedPlan(message.plan, decode_rank_plan(message.rows, own.table), decode_owned(message.owned), part_set, common)
 
 
-def _make_whole(plan: GroupPlan, owners: Owners, sets: PartSets, structures: Sequence[Structure]) -> WholePlan:
+def _make_global(plan: GroupPlan, owners: Owners, sets: PartSets, structures: Sequence[Structure]) -> GlobalPlan:
     index = plan.index
     encoded = encode_index(index)
     decode_index(encoded, max_rows=index.num_rows, file="index")  # what a reader would refuse must not be committed
     num_slots = np.bincount(index.blob[index.blob != NO_BLOB], minlength=len(plan.blobs)) + (plan.blobs.k == 0)
-    return WholePlan(
+    return GlobalPlan(
         sections=plan.sections,
         blobs=plan.blobs,
         index=encoded,
@@ -147,56 +164,70 @@ def _join_keys(structures: Sequence[Structure]) -> dict[str, dict[bytes, int]]:
     return joined
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    fingerprint: str
+    plan: AgreedPlan
+    structure: Structure
+
+
 @final
 class PlanCache:
-    """The plans of a group's last structures by fingerprint. All ranks put in and drop alike, so that all of them hit or none."""
+    """The plan of a group's last save by the names of its sections. All ranks put in and drop alike: all of them hit or none.
+
+    Of several structures with the same sections only the last one counts. With more, a rank whose structure is that of an earlier
+    save by chance would go on alone when all ranks have changed.
+    """
 
     def __init__(self) -> None:
         self.num_hits = 0
-        self._plans: dict[str, AgreedPlan] = {}
-        self._last: Structure | None = None
+        self._kept: dict[tuple[str, ...], _Kept] = {}
         self._lock = threading.Lock()  # a process alone may save in several threads at once
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._kept)
 
-    def find(self, fingerprint: str) -> AgreedPlan | None:
-        """The plan of a structure that was saved before."""
-        found = self._plans.get(fingerprint)
-        self.num_hits += found is not None
-        return found
+    def find(self, structure: Structure, fingerprint: str) -> AgreedPlan | None:
+        """The plan of the last save if that had the same structure."""
+        kept = self._kept.get(structure.table.sections)
+        if kept is None or kept.fingerprint != fingerprint:
+            return None
+        self.num_hits += 1
+        return kept.plan
 
-    def keep(self, fingerprint: str, plan: AgreedPlan, structure: Structure) -> None:
+    def keep(self, structure: Structure, fingerprint: str, plan: AgreedPlan) -> None:
         """Keep the plan of a committed save."""
         with self._lock:
-            self._last = structure
-            self._plans[fingerprint] = plan
-            for oldest in list(islice(self._plans, max(len(self._plans) - _KEPT, 0))):
-                del self._plans[oldest]
+            self._kept[structure.table.sections] = _Kept(fingerprint, plan, structure)
+            for oldest in list(islice(self._kept, max(len(self._kept) - _KEPT, 0))):
+                del self._kept[oldest]
 
     def drop(self) -> None:
         """Forget all plans: the ranks do not have the same ones."""
         with self._lock:
-            self._plans.clear()
+            self._kept.clear()
 
     def explain_miss(self, structure: Structure) -> str:
         """Why there is no plan for a structure, for the message to those that have one."""
-        if self._last is None:
+        kept = self._kept.get(structure.table.sections)
+        if kept is None:
             return "has no plan of an earlier save (a new process, or its earlier saves failed)"
-        changed = _list_changes(self._last.table.shards, structure.table.shards) or _list_paths(self._last.parts, structure.parts)
+        last = kept.structure
+        changed = _list_changes(_describe_tensors(last.table.shards), _describe_tensors(structure.table.shards))
+        changed = changed or _list_changes(_describe_values(last.parts), _describe_values(structure.parts))
         shown = ", ".join(changed[:_SHOWN]) + (f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "")
         return f"holds another structure than at its last save: {shown or 'other options, ties, buffers or per-rank keys'}"
 
 
-def _list_changes(before: ShardTable, now: ShardTable) -> list[str]:
-    """Addresses that came, went, or have another dtype, shape or region than before."""
-    old, new = _describe_tensors(before), _describe_tensors(now)
+def _list_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Addresses that came, went, or stand for something else than before."""
     signs = {True: "new", False: "changed"}
-    changed = [f"{signs[address not in old]} {show(address)}" for address in new if old.get(address) != new[address]]
-    return changed + [f"gone {show(address)}" for address in old if address not in new]
+    changed = [f"{signs[address not in before]} {show(address)}" for address in now if before.get(address) != now[address]]
+    return changed + [f"gone {show(address)}" for address in before if address not in now]
 
 
 def _describe_tensors(shards: ShardTable) -> dict[str, object]:
+    """The dtype, the shape and the regions of each tensor."""
     order = np.argsort(shards.tensor, kind="stable")
     rows: list[IntColumn] = np.split(order, np.searchsorted(shards.tensor[order], np.arange(1, len(shards.tensors))))
     tensors = shards.tensors
@@ -206,8 +237,10 @@ def _describe_tensors(shards: ShardTable) -> dict[str, object]:
     }
 
 
-def _list_paths(before: PartList, now: PartList) -> list[str]:
-    """Values that came or went."""
-    old, new = ({(section, *path) for section, paths in parts.parts.items() for path in paths} for parts in (before, now))
-    came, went = (sorted("/".join(path) for path in paths) for paths in (new - old, old - new))
-    return [f"new {show(path)}" for path in came] + [f"gone {show(path)}" for path in went]
+def _describe_values(parts: PartList) -> dict[str, object]:
+    """Whether each part is the empty dict."""
+    return {
+        part_address(section, path): digest == EMPTY_DICT_DIGEST
+        for section, found in parts.parts.items()
+        for path, digest in found.items()
+    }

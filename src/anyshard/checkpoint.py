@@ -1,11 +1,11 @@
-"""A committed checkpoint, open for reading: resolved, its records checked, its blobs opened section by section.
+"""A committed checkpoint, open for reading: resolved, its records checked, its blobs opened when something in them is read.
 
 The way of every load up to the app state, and the whole of `anyshard.open`: it needs neither torch nor a job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,6 +18,7 @@ from anyshard.commit.resolve import check_complete, resolve
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
 from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
+from anyshard.planning.match import match_shards
 from anyshard.planning.reads import plan_reads
 from anyshard.records.addresses import join_address, section_of, show, split_address
 from anyshard.records.captured import Stored
@@ -29,8 +30,8 @@ from anyshard.records.index import decode_index
 from anyshard.records.load_plan import LoadPlan, ReadLimits
 from anyshard.records.manifest import Manifest, decode_manifest
 from anyshard.records.names import manifest_name
-from anyshard.records.save_messages import Message
-from anyshard.records.section_values import ABSENT, SectionValues, decode_section
+from anyshard.records.save_messages import Message, read_message
+from anyshard.records.section_values import ABSENT, SectionValues, decode_section, pick_own_tree
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES
 from anyshard.records.value_parts import merge_trees
@@ -39,6 +40,7 @@ from anyshard.records.values_types import PerRankMark, TensorMark
 from anyshard.storage.protocol import Store
 from anyshard.stored_tensor import StoredTensor
 
+_MAX_TOLD_NBYTES = 1 << 20
 _COORDINATOR = 0  # the rank of a saving job whose payloads say what others hold
 _MAX_GAP_NBYTES = CELL_NBYTES
 # Bounds of the index's file: its pages (see records/index.py), even if they did not compress, and its footer.
@@ -54,21 +56,30 @@ class ReadingMeans:
     registry: ValueRegistry
 
 
-class Records(Message, frozen=True):
-    """The records of a checkpoint as one process read them, for all that load it; `file` is the manifest's name."""
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The records of a checkpoint as they were read; `file` is the manifest's name."""
 
     file: str
     manifest: bytes
     index: bytes
 
 
+class _Told(Message, frozen=True):
+    """The records as one process tells them to others, None for a long index."""
+
+    file: str
+    manifest: bytes
+    index: bytes | None
+
+
 class Checkpoint:
     """One committed checkpoint. Everything read from it was verified against its manifest's digests.
 
     `checkpoint["model/layers.0.weight"]` is a `StoredTensor` (sliced, it gives a NumPy array), any other address the plain value
-    there. The records are read when it is opened, blobs when a section is first touched; these stay readable until it is closed,
-    even if the step is saved over meanwhile. A section that is first touched when its files are gone is `CheckpointReplaced`
-    (saved over) or `CheckpointNotFound` (deleted). Use it as a context manager, or let it go.
+    there. The records are read when it is opened, a blob is opened when something in it is first read; it stays readable until
+    the checkpoint is closed, even if the step is saved over meanwhile. What is in a blob that is gone when it is first needed is
+    `CheckpointReplaced` (saved over) or `CheckpointNotFound` (deleted). Use it as a context manager, or let it go.
     """
 
     def __init__(self, store: Store, records: Records, *, means: ReadingMeans) -> None:
@@ -80,7 +91,8 @@ class Checkpoint:
         check_sections(self._index, self._manifest)
         self._means = means
         self._stack = ExitStack()
-        self._opened: dict[str, OpenBlobs] = {}
+        self._blobs = self._stack.enter_context(open_blobs(store, self._manifest, blobs=(), job=means.job, pool=means.pool))
+        self._checked: set[int] = set()  # those of the open blobs whose tails are as the index says
         self._payloads: dict[tuple[str, int], SectionValues] = {}
         self._trees: dict[str, object] = {}
 
@@ -113,6 +125,11 @@ class Checkpoint:
     def index(self) -> Index:
         """What is where."""
         return self._index
+
+    @property
+    def blobs(self) -> OpenBlobs:
+        """Those of its blobs that were opened so far; what `plan` has planned can be read of them."""
+        return self._blobs
 
     def addresses(self) -> tuple[str, ...]:
         """Addresses of all tensors, tied names included, sorted by their bytes."""
@@ -152,31 +169,24 @@ class Checkpoint:
         return self._trees[section]
 
     def stored(self, sections: Sequence[str]) -> Stored:
-        """What a load needs to know of these sections, whose blobs are open."""
+        """What a load needs to know of these sections."""
+        self._open_values((section, _COORDINATOR) for section in sections)
         trees = {section: self.values(section) for section in sections}
         keys = {
             address: ranks for section in sections for address, ranks in self._read_payload(section, _COORDINATOR).keys.items()
         }
         return Stored(self._index.shards.tensors, trees, self.sections, keys, self._read_rank)
 
-    def open_sections(self, sections: Sequence[str]) -> OpenBlobs:
-        """Open and check all blobs of these sections, until the checkpoint is closed; what is read of them later is read here."""
-        chosen = [blob for blob, entry in enumerate(self.manifest.blobs) if entry.section in sections]
-        opening = open_blobs(self._store, self.manifest, blobs=chosen, job=self._means.job, pool=self._means.pool)
-        try:
-            blobs = self._stack.enter_context(opening)
-        except CheckpointDamaged:
-            _explain_missing(self._store, self._digest)
-            raise
-        check_slots(self._index, blobs.tails, files=[blob.name for blob in self.manifest.blobs])
-        self._opened.update(dict.fromkeys(sections, blobs))
-        return blobs
+    def plan(self, wanted: ShardTable) -> LoadPlan:
+        """Which bytes fill the wanted shards, all of whose blobs are open then.
 
-    def plan(self, wanted: ShardTable, blobs: OpenBlobs) -> LoadPlan:
-        """Which bytes fill the wanted shards; what no stored shard covers makes the checkpoint damaged."""
+        What no stored shard covers makes the checkpoint damaged.
+        """
+        matches = match_shards(wanted, self._index)
+        self._open(matches.list_blobs())
         block_nbytes = self._means.pool.block_nbytes
         limits = ReadLimits(block_nbytes, _MAX_GAP_NBYTES if block_nbytes > _MAX_GAP_NBYTES else 0)
-        plan = plan_reads(wanted, self._index, blobs.layouts, limits=limits)
+        plan = plan_reads(matches, self._blobs.layouts, limits=limits)
         if plan.uncovered:
             raise CheckpointDamaged(
                 f"{self.url}: {len(plan.uncovered)} wanted region(s) are in no blob, first {plan.uncovered[0]}", file=self.url
@@ -185,7 +195,6 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close all blobs; what was read stays valid."""
-        self._opened.clear()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -197,12 +206,28 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.url} step {self.step} with {', '.join(self.sections)}>"
 
-    def _blobs(self, section: str) -> OpenBlobs:
-        return self._opened.get(section) or self.open_sections([section])
+    def _open(self, blobs: Iterable[int]) -> None:
+        """Open these blobs and check them, together with what the index says of them, unless they are open."""
+        new = [blob for blob in blobs if blob not in self._checked]
+        if not new:
+            return
+        try:
+            self._blobs.open(new)
+        except CheckpointDamaged:
+            _explain_missing(self._store, self._digest)
+            raise
+        tails = {blob: self._blobs.tails[blob] for blob in new}
+        check_slots(self._index, tails, files=[blob.name for blob in self.manifest.blobs])
+        self._checked.update(new)
+
+    def _open_values(self, slots: Iterable[tuple[str, int]]) -> None:
+        """Open the blobs with the values of these ranks in these sections, all at a time."""
+        self._open([self._blobs.find_first(section, rank) for section, rank in slots])
 
     def _read_tree(self, section: str) -> object:
         """The value tree that all ranks of the saving job had in common: the coordinator's, and what only others had."""
         ranks = (_COORDINATOR, *self._read_payload(section, _COORDINATOR).also)
+        self._open_values((section, rank) for rank in ranks)
         trees = [payload.shared for rank in ranks if (payload := self._read_payload(section, rank)).shared is not ABSENT]
         return merge_trees(trees, file=_describe_payload(section, _COORDINATOR))
 
@@ -210,7 +235,8 @@ class Checkpoint:
         """The checked values slot of one rank of the saving job."""
         if (section, rank) not in self._payloads:
             file = _describe_payload(section, rank)
-            data = self._blobs(section).read_values(section, rank=rank)
+            self._open_values([(section, rank)])
+            data = self._blobs.read_values(section, rank=rank)
             payload = decode_section(data, registry=self._means.registry, file=file)
             for tree in (payload.shared, *payload.per_rank.values()):
                 check_marks(tree, section, self.index, file=file)
@@ -223,7 +249,7 @@ class Checkpoint:
     def _read_all_ranks(self, address: str) -> dict[int, object]:
         section = section_of(address)
         ranks = sorted(self._read_payload(section, _COORDINATOR).keys.get(address, {}).values())
-        return {rank: self._read_rank(rank, section).get(address) for rank in ranks}
+        return {rank: pick_own_tree(self._read_rank(rank, section), address, rank=rank) for rank in ranks}
 
     def _find(self, address: str) -> object:
         """The value at an address, or the mark of what is there."""
@@ -246,10 +272,9 @@ class Checkpoint:
         dtype = BITS_DTYPES[find_dtype(tensors.dtypes[row]).itemsize]
         if 0 in lengths:
             return np.empty(lengths, dtype)
-        blobs = self._blobs(section_of(tensors.addresses[row]))
-        plan = self.plan(one_shard(tensors, row, offsets, lengths), blobs)
+        plan = self.plan(one_shard(tensors, row, offsets, lengths))
         bits = np.empty(lengths, dtype)  # only now: a hostile index may claim any size, but the blobs hold what is planned
-        blobs.fill(plan, [ArrayDestination(bits)])
+        self._blobs.fill(plan, [ArrayDestination(bits)])
         return bits
 
 
@@ -266,6 +291,22 @@ def read_records(store: Store) -> Records:
     resolved = resolve(store)
     name = manifest_name(resolved.manifest.generation)
     return Records(name, resolved.data, _read_index(store, resolved.manifest, resolved.digest))
+
+
+def tell_records(records: Records) -> bytes:
+    """Records for the other processes of a job; an index that would be a burden on what carries messages is left out."""
+    index = records.index if len(records.index) <= _MAX_TOLD_NBYTES else None
+    return _Told(records.file, records.manifest, index).encode()
+
+
+def hear_records(told: bytes, store: Store) -> Records:
+    """The records that another process has told; an index that was left out is read, and is the one that the manifest names."""
+    message = read_message(told, _Told)
+    index = message.index
+    if index is None:
+        manifest = decode_manifest(message.manifest, file=message.file)
+        index = _read_index(store, manifest, digest_bytes(message.manifest))
+    return Records(message.file, message.manifest, index)
 
 
 def _read_index(store: Store, manifest: Manifest, digest: str) -> bytes:

@@ -8,21 +8,22 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from anyshard.agreed_plan import PlanCache
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
 from anyshard.coord.group import Group, make_lone_group
+from anyshard.coord.turn import Turn
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.crew import Patience
 from anyshard.engine.read import ReadJob
-from anyshard.errors import CheckpointReplaced
+from anyshard.errors import CheckpointReplaced, InvalidOption
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.monitor.sinks import sinks_from_environment
-from anyshard.operation import Operation
-from anyshard.options import LoadOptions, SaveOptions
+from anyshard.operation import Operation, patience_with_ranks
+from anyshard.options import TIMEOUT_S, LoadOptions, SaveOptions
 from anyshard.records.manifest import Parent
 from anyshard.records.values import ValueRegistry
 from anyshard.reports import LoadReport, SaveReport
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+OptionsT = TypeVar("OptionsT", SaveOptions, LoadOptions)
 Place: TypeAlias = str | os.PathLike[str] | Store
 
 _TRIES = 5
@@ -49,7 +51,7 @@ class _Membership:
     group: Group
     plans: PlanCache = field(default_factory=PlanCache)
     parent: Parent | None = None
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    turn: Turn = field(default_factory=Turn)
 
 
 class Checkpointer:
@@ -59,7 +61,7 @@ class Checkpointer:
         self._registry = registry
         self._sinks = sinks_from_environment()
         self._pools: dict[tuple[int, int], BlockPool] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save while this thread has it
         self._logged: deque[str] = deque(maxlen=_MAX_LOGGED)
         self._job: object = None
         self._memberships: dict[tuple[int, ...], _Membership] = {}
@@ -72,7 +74,7 @@ class Checkpointer:
         step: int | None,
         overwrite: bool,
         group: GroupLike,
-        options: SaveOptions,
+        options: SaveOptions | None,
         sinks: Sequence[Sink],
     ) -> SaveReport:
         """See `anyshard.save`."""
@@ -80,13 +82,17 @@ class Checkpointer:
         from anyshard.adapters.values import torch_types
         from anyshard.saving import SaveIntent, SaveOperation, SavingMeans, find_step
 
-        with self._taking_turn(group) as (membership, ranks):
-            operating = self._operating("save", place, group=ranks, timeout_s=options.timeout_s, sinks=sinks)
-            with operating as operation:
-                intent = SaveIntent(find_step(operation.store, step), overwrite, options, membership.parent)
-                pool = self._pool(options.byte_budget, options.block_nbytes)
+        timeout_s = _timeout_of(options)
+        with ExitStack() as stack:
+            turn = self._taking_turn(f"the save to {_show(place)}", group, timeout_s=timeout_s)
+            membership, ranks = stack.enter_context(turn)
+            with _failing_together(ranks, timeout_s):
+                chosen = _choose(SaveOptions, options)
+                operation = stack.enter_context(self._operating("save", place, group=ranks, timeout_s=timeout_s, sinks=sinks))
+                intent = SaveIntent(find_step(operation.store, step), overwrite, chosen, membership.parent)
+                pool = self._pool(chosen.byte_budget, chosen.block_nbytes)
                 means = SavingMeans(pool, self._registry.extended(torch_types()), membership.plans)
-                report = SaveOperation(operation, intent, means).run(app_state)
+            report = SaveOperation(operation, intent, means).run(app_state)
         self._log_warnings(report, ranks)
         return report
 
@@ -96,51 +102,59 @@ class Checkpointer:
         app_state: Mapping[str, object],
         *,
         group: GroupLike,
-        options: LoadOptions,
+        options: LoadOptions | None,
         sinks: Sequence[Sink],
+        **given: Any,
     ) -> LoadReport:
-        """See `anyshard.load`."""
+        """See `anyshard.load`; `given` are options that the call itself names, or None."""
+        from anyshard.adapters.survey import check_app_state
         from anyshard.adapters.values import torch_types
         from anyshard.loading import LoadOperation
 
-        with self._taking_turn(group) as (membership, ranks):
-            operating = self._operating("load", place, group=ranks, timeout_s=options.timeout_s, sinks=sinks)
-            with operating as operation:
-                means = self._means(options, operation.events, self._registry.extended(torch_types()))
-                loading = LoadOperation(operation, options, means)
-                report = _read_again(lambda: loading.run(app_state))
-                membership.parent = loading.parent
+        timeout_s = _timeout_of(options)
+        with ExitStack() as stack:
+            turn = self._taking_turn(f"the load of {_show(place)}", group, timeout_s=timeout_s)
+            membership, ranks = stack.enter_context(turn)
+            with _failing_together(ranks, timeout_s):
+                chosen = _choose(LoadOptions, options, **given)
+                check_app_state(app_state)
+                operation = stack.enter_context(self._operating("load", place, group=ranks, timeout_s=timeout_s, sinks=sinks))
+                means = self._means(chosen, operation.events, self._registry.extended(torch_types()))
+            loading = LoadOperation(operation, chosen, means)
+            report = _read_again(lambda: loading.run(app_state))
+            membership.parent = loading.parent
         self._log_warnings(report, ranks)
         return report
 
-    def open(self, place: Place, *, options: LoadOptions, sinks: Sequence[Sink]) -> Checkpoint:
+    def open(self, place: Place, *, options: LoadOptions | None, sinks: Sequence[Sink]) -> Checkpoint:
         """See `anyshard.open`."""
-        operating = self._operating("open", place, group=make_lone_group(), timeout_s=options.timeout_s, sinks=sinks)
+        chosen = _choose(LoadOptions, options)
+        operating = self._operating("open", place, group=make_lone_group(), timeout_s=chosen.timeout_s, sinks=sinks)
         with operating as operation:
-            means = self._means(options, operation.events, self._registry)
+            means = self._means(chosen, operation.events, self._registry)
             return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
-    def _taking_turn(self, group: GroupLike) -> Iterator[tuple[_Membership, Group]]:
+    def _taking_turn(self, what: str, group: GroupLike, *, timeout_s: float) -> Iterator[tuple[_Membership, Group]]:
         """The membership in a group and the group itself, for one operation. A process alone has not to wait for its turn."""
-        membership = self._find_membership(group)
+        membership = self._find_membership(group, timeout_s)
         if membership.group.size == 1:
             yield membership, make_lone_group(membership.group.ranks[0])
             return
-        with membership.turn:
+        with membership.turn.take(what, timeout_s):
             yield membership, membership.group
 
-    def _find_membership(self, group: GroupLike) -> _Membership:
+    def _find_membership(self, group: GroupLike, timeout_s: float) -> _Membership:
         from anyshard.coord.torch_dist import find_ranks, job_token, make_group
 
+        job, ranks = job_token(), find_ranks(group)
         with self._lock:
-            job = job_token()
             if job is not self._job:  # the ranks of another job are others, whatever their numbers are
                 self._job, self._memberships = job, {}
-            ranks = find_ranks(group)
-            if ranks not in self._memberships:
-                self._memberships[ranks] = _Membership(make_group(group))
-            return self._memberships[ranks]
+            memberships = self._memberships
+        if ranks not in memberships:  # not under the lock: this asks the job's store; of two threads the first one's stays
+            memberships.setdefault(ranks, _Membership(make_group(group, timeout_s=timeout_s)))
+        return memberships[ranks]
 
     @contextmanager
     def _operating(
@@ -168,9 +182,33 @@ class Checkpointer:
         # Only the pool that was used last is kept: who changes sizes all the time must not collect pools.
         with self._lock:
             key = (byte_budget, block_nbytes)
-            if key not in self._pools:
-                self._pools = {key: BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)}
-            return self._pools[key]
+            pool = self._pools.get(key) or BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)
+            self._pools = {key: pool}
+            return pool
+
+
+def _show(place: Place) -> str:
+    return place if isinstance(place, str) else str(getattr(place, "url", place))
+
+
+@contextmanager
+def _failing_together(group: Group, timeout_s: float) -> Iterator[None]:
+    """For what a rank does before the ranks agree: an error of it ends the call on all of them, who would wait for it."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised
+        group.refuse(error, patience=patience_with_ranks(timeout_s))
+
+
+def _timeout_of(options: object) -> float:
+    return options.timeout_s if isinstance(options, SaveOptions | LoadOptions) else TIMEOUT_S
+
+
+def _choose(kind: type[OptionsT], options: OptionsT | None, **given: Any) -> OptionsT:
+    """The options of a call: `given` goes first, where it is not None."""
+    if not isinstance(options, kind | None):
+        raise InvalidOption(f"options: expected {kind.__name__}, found {type(options).__name__}; each verb has its own options")
+    return replace(options or kind(), **{name: value for name, value in given.items() if value is not None})
 
 
 def _read_again(read: Callable[[], T]) -> T:

@@ -6,19 +6,22 @@ digests of single addresses, so as to say which ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from anyshard.agreed_plan import AgreedPlan, WholePlan
+from anyshard.agreed_plan import AgreedPlan, GlobalPlan
 from anyshard.coord.agreement import Agreement
+from anyshard.coord.looks import Rarely
 from anyshard.engine.samples import Sampling, digest_replicas, list_row_digests
 from anyshard.errors import InvalidAppState
-from anyshard.options import SaveOptions
+from anyshard.own_values import digest_own_values, name_own_values
 from anyshard.planning.owners import PartDifference, compare_parts
 from anyshard.planning.part_sets import digest_part_sets
 from anyshard.planning.replica_check import compare_sets, explain
+from anyshard.planning.replicas import NO_SET
 from anyshard.records.captured import Captured
+from anyshard.records.handles import Source
 from anyshard.records.replica_digests import (
     SetDigest,
     decode_row_digests,
@@ -32,6 +35,7 @@ from anyshard.records.values import ValueRegistry
 
 _SEED_DIGITS = 15  # of the operation's id, which is hexadecimal
 _SHOWN = 8
+_CHECK_S = 1.0  # how soon a rank that digests hears that another one has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,12 @@ class Strictness:
     refuses_values: bool
 
     @classmethod
-    def of(cls, options: SaveOptions, *, is_first: bool) -> Strictness:
+    def of(cls, replica_check: str, on_differing_values: str, *, is_first: bool) -> Strictness:
         """At the first save of a structure everything is compared in full and nothing is passed over."""
         return cls(
-            is_off=options.replica_check == "off",
-            in_full=is_first or options.replica_check == "full",
-            refuses_values=is_first or options.on_differing_values == "error",
+            is_off=replica_check == "off",
+            in_full=is_first or replica_check == "full",
+            refuses_values=is_first or on_differing_values == "error",
         )
 
 
@@ -62,6 +66,23 @@ class Held:
 
 
 @final
+class _Watched:
+    """A source whose reading ends with the failure of another rank."""
+
+    def __init__(self, source: Source, check: Callable[[], None]) -> None:
+        self._source = source
+        self._check = check
+
+    @property
+    def nbytes(self) -> int:
+        return self._source.nbytes
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        self._check()
+        self._source.read_into(start, out)
+
+
+@final
 class Comparison:
     """One rank's side of it, for one save: what it holds that others may hold too. `plan` says who holds what."""
 
@@ -72,32 +93,43 @@ class Comparison:
         self._strictness = strictness
         # Places of samples change from save to save, and are the same on all ranks.
         self._sampling = Sampling(int(agreement.hear_id()[:_SEED_DIGITS], 16), strictness.in_full)
+        check = Rarely(agreement.check, _CHECK_S)
+        self._sources = [_Watched(source, check) for source in held.captured.sources]
 
     def digest(self) -> tuple[bytes, bytes]:
         """The messages with one digest per replica set and per part set that this rank is in."""
-        part, sources, replicas = self._plan.part, self._held.captured.sources, dict[int, SetDigest]()
+        local, sources, replicas = self._plan.local, self._sources, dict[int, SetDigest]()
         if not self._strictness.is_off:
-            replicas = digest_replicas(sources, part.held, replica_set=part.replica_set, sampling=self._sampling)
-        parts = digest_part_sets(self._held.parts, self._plan.part_set)
+            replicas = digest_replicas(sources, local.held, replica_set=local.replica_set, sampling=self._sampling)
+        parts = digest_part_sets(self._list_all(self._held.parts), self._plan.part_set)
         return encode_set_digests(replicas), encode_set_digests(parts)
 
-    def find_question(self, posts: Sequence[Durable], whole: WholePlan) -> tuple[Question, int]:
+    def _list_all(self, parts: PartList) -> PartList:
+        """These parts of the value trees, and behind them what is per rank, in the order of `AgreedPlan.part_set`."""
+        captured, registry = self._held.captured, self._held.registry
+        own = self._plan.part_set[len(self._plan.part_set) - len(captured.per_rank) :]
+        is_shared = bool((own != NO_SET).any())
+        listed = digest_own_values(captured, registry=registry) if is_shared else name_own_values(captured)
+        return PartList({**parts.parts, **listed.parts})
+
+    def find_question(self, posts: Sequence[Durable], common: GlobalPlan) -> tuple[Question, int]:
         """On the coordinator: what has to be asked because ranks differ, and how many buffers do, which is no fault."""
-        parts = compare_sets([decode_set_digests(post.parts) for post in posts], num_holders=whole.num_part_holders)
+        parts = compare_sets([decode_set_digests(post.parts) for post in posts], num_holders=common.num_part_holders)
         if self._strictness.is_off:
             return Question((), bool(parts.differing)), 0
-        replicas = compare_sets([decode_set_digests(post.replicas) for post in posts], num_holders=whole.num_holders)
+        replicas = compare_sets([decode_set_digests(post.replicas) for post in posts], num_holders=common.num_holders)
         return Question(replicas.differing, bool(parts.differing)), replicas.num_differing_buffers
 
     def answer(self, question: Question) -> None:
         """Tell the coordinator the digests of all tensors in the sets that it asks for, and of single values."""
-        part, values = self._plan.part, tuple[str, ...]()
+        local, values = self._plan.local, tuple[str, ...]()
         rows = list_row_digests(
-            self._held.captured.sources, part.held, replica_set=part.replica_set, sets=question.sets, sampling=self._sampling
+            self._sources, local.held, replica_set=local.replica_set, sets=question.sets, sampling=self._sampling
         )
         if question.values:
             leaves = list_leaves(self._held.captured.trees, registry=self._held.registry)
-            values = tuple(self._agreement.share(encode_part_list(parts)) for parts in (self._held.parts, leaves))
+            lists = (self._list_all(self._held.parts), self._list_all(leaves))
+            values = tuple(self._agreement.share(encode_part_list(parts)) for parts in lists)
         self._agreement.post("answer", Answer(encode_row_digests(rows), *values).encode())
 
     def judge(self, question: Question) -> tuple[str, ...]:
@@ -115,7 +147,8 @@ class Comparison:
         if differing and self._strictness.refuses_values:
             raise InvalidAppState(
                 f"expected equal values on all ranks, found other ones: {_list([str(difference) for difference in differing])}. "
-                "Nothing was committed. Wrap what each rank has of its own in PerRank, or leave it out of the app state"
+                "Nothing was committed. Wrap what each rank has of its own in PerRank (ranks with equal keys must have equal "
+                "values), or leave it out of the app state"
             )
         return tuple(difference.address for difference in differing)
 

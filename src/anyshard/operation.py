@@ -41,4 +41,9 @@ class Operation:
 
     def agree(self, subject: str, *, timeout_s: float) -> Agreement:
         """Begin to agree with the other ranks, each of which waits up to `timeout_s` for its storage."""
-        return self.group.agree(subject, patience=Patience(timeout_s + min(timeout_s / 2, _LAST_WORD_S)))
+        return self.group.agree(subject, patience=patience_with_ranks(timeout_s))
+
+
+def patience_with_ranks(timeout_s: float) -> Patience:
+    """How long a rank waits for the others, each of which waits up to `timeout_s` for its storage."""
+    return Patience(timeout_s + min(timeout_s / 2, _LAST_WORD_S))

@@ -12,10 +12,13 @@ from anyshard.errors import InvalidOption
 MIB = 1 << 20
 GIB = 1 << 30
 
-# name -> what it sets. Read where options and a checkpointer are made, nowhere else.
+TIMEOUT_S = 1800.0  # the default
+
+# name -> what it sets. Read where options and a checkpointer are made, the last one where ranks are found, nowhere else.
 ENVIRONMENT = {
     "ANYSHARD_EVENTS": "path of a file to which every event is appended as one JSON line",
     "ANYSHARD_STORAGE_THREADS": "number of reads or writes in flight (default 8)",
+    "WORLD_SIZE": "number of ranks, set by torchrun: if above 1, saving and loading need init_process_group",
 }
 
 
@@ -47,7 +50,7 @@ class SaveOptions:
     threads: int = field(default_factory=default_threads)
     max_blob_nbytes: int = 16 * GIB
     overwrite_grace_s: float = 3600.0
-    timeout_s: float = 1800.0
+    timeout_s: float = TIMEOUT_S
     user: Mapping[str, Any] = field(default_factory=dict)
     replica_check: Literal["sample", "full", "off"] = "sample"
     on_differing_values: Literal["warn", "error"] = "warn"
@@ -80,7 +83,7 @@ class LoadOptions:
     byte_budget: int = 64 * MIB
     block_nbytes: int = 8 * MIB
     threads: int = field(default_factory=default_threads)
-    timeout_s: float = 1800.0
+    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         for name in ("strict", "strict_extra_state", "cast"):

@@ -1,12 +1,11 @@
 """The road of a save: adapters -> planning (agreed through coord) -> commit (begin) -> engine -> commit (publish).
 
-Whatever one rank can refuse alone is refused before the coordinator touches the storage; from there on a failure on any rank is
-one on all of them, and each removes what it wrote once the decision to give up is known.
-
     a rank        post structure -> hear begin (-> receive plan) -> write -> post durable -> hear question -> decide
     coordinator   (-> collect structures, plan, hand out) -> begin -> write -> collect durable, compare -> decide -> publish
 
-With the plan of an earlier save the coordinator begins without having heard of anybody.
+At the first save of a structure whatever a rank can refuse alone is refused before the coordinator touches the storage. With the
+plan of an earlier save it begins without having heard of anybody: then the refusal of another rank ends an attempt that has
+begun. A failure on any rank is one on all of them, and each removes what it wrote once the decision to give up is known.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from anyshard.adapters.capture import capture
-from anyshard.agreed_plan import AgreedPlan, PlanCache, WholePlan, describe_structure
-from anyshard.commit.attempt import Attempt, abandoning, begin
+from anyshard.agreed_plan import AgreedPlan, GlobalPlan, PlanCache, describe_structure
+from anyshard.commit.attempt import Attempt, abandoning, begin, own_error
 from anyshard.commit.deletion import remove_superseded
 from anyshard.commit.publish import Patience as PublishPatience
 from anyshard.commit.publish import publish
@@ -39,16 +38,17 @@ from anyshard.errors import (
     KeyValueStoreLost,
     OperationFailed,
     StorageFull,
+    StorageStuck,
     StructureChanged,
 )
 from anyshard.operation import Operation
 from anyshard.options import SaveOptions
-from anyshard.plan_agreement import PlanAgreement
-from anyshard.records.addresses import section_directory, section_of, show
+from anyshard.plan_agreement import PlanAgreement, order_blobs
+from anyshard.records.addresses import section_of, show
 from anyshard.records.captured import Captured
 from anyshard.records.digests import digest_bytes
 from anyshard.records.manifest import BlobEntry, IndexEntry, Manifest, Parent, StepState, decode_manifest, encode_manifest
-from anyshard.records.names import blob_name, index_name
+from anyshard.records.names import index_name
 from anyshard.records.save_messages import Begin, Durable, Published, Question, list_entries, read_message
 from anyshard.records.section_values import ABSENT, SectionValues, encode_section
 from anyshard.records.strict_json import MAX_INT, check_value, encode_object
@@ -64,6 +64,7 @@ _PUBLISHING_S = 10.0  # how long a coordinator that cannot be heard may take to 
 _POLL_S = 0.2
 _CHECK_S = 1.0  # how soon a rank that writes hears that another one has failed
 _RECORDS_NBYTES = 1 << 20  # what directories and records may take besides the blobs
+_BLOB_NBYTES, _ROW_NBYTES = 3 * 4096, 64  # of a blob the head, the tail and a block of the file system; of a row padding and slot
 # The last word of a name, if it is a number or letters and a number: step_100, run2-step100, epoch=3, but not v1.5 or 1e5.
 _TRAILING_NUMBER = re.compile(r"(?:^|[_=-])[A-Za-z]*0*([0-9]{1,18})$")
 
@@ -97,14 +98,11 @@ class _Pieces:
 
     @property
     def nbytes(self) -> int:
-        return int(self.plan.part.nbytes.sum()) + sum(map(len, self.values.values()))
+        return int(self.plan.local.nbytes.sum()) + sum(map(len, self.values.values()))
 
     def list_blobs(self, begun: Begin) -> tuple[str, ...]:
         """The names of all blobs that this rank writes."""
-        return tuple(
-            blob_name(section_directory(of.section), of.rank, k=of.k, generation=begun.generation, attempt=begun.attempt)
-            for of in self.plan.part.plan.blobs
-        )
+        return tuple(begun.name_blob(of.section, of.rank, of.k) for of in self.plan.local.plan.blobs)
 
 
 class SaveOperation:
@@ -121,19 +119,19 @@ class SaveOperation:
 
     def run(self, app_state: Mapping[str, object]) -> SaveReport:
         """Save the app state of this moment."""
-        subject = f"{self._operation.describe('save of')}, step {self._intent.step},"
-        agreement = self._operation.agree(subject, timeout_s=self._intent.options.timeout_s)
+        subject, agreement = f"{self._operation.describe('save of')}, step {self._intent.step},", None
         try:
+            agreement = self._operation.agree(subject, timeout_s=self._intent.options.timeout_s)
             with agreement:
                 return self._save(agreement, app_state)
         except BaseException as error:
-            self._give_up(agreement.decision, error)
+            self._give_up(agreement.decision if agreement else None, error)
             raise
 
     def _save(self, agreement: Agreement, app_state: Mapping[str, object]) -> SaveReport:
         with self._phase(agreement, "adapt"):
             captured = capture(app_state, registry=self._means.registry, rank=self._group.rank, world_size=self._group.size)
-            structure = describe_structure(captured, self._means.registry)
+            structure = describe_structure(captured, self._means.registry, world_size=self._group.size)
             options = self._intent.options
             planning = PlanAgreement(
                 agreement,
@@ -142,13 +140,16 @@ class SaveOperation:
                 structure=structure,
                 max_blob_nbytes=options.max_blob_nbytes,
             )
-            planning.post()
+            planning.post(values_nbytes=self._measure_values(captured) if planning.is_first and self._group.size > 1 else 0)
         start, end = (self._begin, self._commit) if self._group.is_coordinator else (self._follow, self._hear_commit)
         pieces, begun = start(agreement, captured, planning)
-        strictness = Strictness.of(options, is_first=planning.is_first)
+        strictness = Strictness.of(begun.replica_check, options.on_differing_values, is_first=planning.is_first)
         held = Held(captured, structure.parts, self._means.registry)
         comparison = Comparison(agreement, pieces.plan, held, strictness=strictness)
-        blobs = self._write(agreement, pieces, begun, comparison)
+        blobs = self._write(agreement, pieces, begun)
+        with self._phase(agreement, "digest"):
+            durable = Durable(list_entries(blobs), pieces.nbytes, *comparison.digest())
+        agreement.post("durable", durable.encode())
         published = end(agreement, pieces, begun, comparison)
         planning.keep(pieces.plan)
         return self._report(pieces, begun, published, blobs=blobs, plan_was_cached=not planning.is_first)
@@ -166,13 +167,14 @@ class SaveOperation:
             self._check_user()
             plan = planning.lead()
             pieces = self._make_pieces(captured, plan)
-        assert plan.whole is not None
+        assert plan.common is not None
         with self._phase(agreement, "begin"):
-            _check_space(self._store, plan.whole.nbytes + sum(map(len, pieces.values.values())))
+            _check_space(self._store, _estimate_nbytes(plan.common) + sum(map(len, pieces.values.values())))
             self._attempt = begin(
-                self._store, sections=plan.whole.sections, overwrite=self._intent.overwrite, events=self._operation.events
+                self._store, sections=plan.common.sections, overwrite=self._intent.overwrite, events=self._operation.events
             )
-        begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id)
+        replica_check = self._intent.options.replica_check  # of all ranks, or those that compare less would seem to differ
+        begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check)
         agreement.announce("begin", begun.encode())
         return pieces, begun
 
@@ -187,8 +189,14 @@ class SaveOperation:
         check_value(user, address="user", depth=2)  # it lies within the manifest's object
         encode_object(user)
 
+    def _measure_values(self, captured: Captured) -> int:
+        """How many bytes this rank's per-rank values take; raises if one cannot be stored. All other values are listed by now."""
+        values = {address: SectionValues(per_rank={address: part.tree}) for address, part in captured.per_rank.items()}
+        encoded = (encode_section(of, section=section_of(at), registry=self._means.registry) for at, of in values.items())
+        return sum(map(len, encoded))
+
     def _make_pieces(self, captured: Captured, plan: AgreedPlan) -> _Pieces:
-        sections = [of.section for of in plan.part.plan.blobs if of.k == 0]
+        sections = [of.section for of in plan.local.plan.blobs if of.k == 0]
         values = {
             section: encode_section(_take_values(captured, plan, section), section=section, registry=self._means.registry)
             for section in sections
@@ -197,15 +205,12 @@ class SaveOperation:
 
     # ----------------------------------------------------------------------------------------------------------- the bytes
 
-    def _write(self, agreement: Agreement, pieces: _Pieces, begun: Begin, comparison: Comparison) -> tuple[BlobEntry, ...]:
-        part = pieces.plan.part
+    def _write(self, agreement: Agreement, pieces: _Pieces, begun: Begin) -> tuple[BlobEntry, ...]:
+        local = pieces.plan.local
         with self._phase(agreement, "write", nbytes=pieces.nbytes):
             self._written = pieces.list_blobs(begun)
-            sources, job = part.pick_sources(pieces.captured.sources), self._write_job(agreement, begun, pieces.values)
-            blobs = write_blobs(self._store, part.plan, sources=sources, job=job, pool=self._means.pool)
-            durable = Durable(list_entries(blobs), pieces.nbytes, *comparison.digest())
-        agreement.post("durable", durable.encode())
-        return blobs
+            sources, job = local.pick_sources(pieces.captured.sources), self._write_job(agreement, begun, pieces.values)
+            return write_blobs(self._store, local.plan, sources=sources, job=job, pool=self._means.pool)
 
     def _write_job(self, agreement: Agreement, begun: Begin, values: Mapping[str, bytes]) -> WriteJob:
         options = self._intent.options
@@ -227,21 +232,21 @@ class SaveOperation:
 
     def _commit(self, agreement: Agreement, pieces: _Pieces, begun: Begin, comparison: Comparison) -> Published:
         """On the coordinator: once all blobs are durable and what ranks hold alike is alike, decide and publish."""
-        whole = pieces.plan.whole
-        assert whole is not None
+        common = pieces.plan.common
+        assert common is not None
         differing: tuple[str, ...] = ()
         with self._phase(agreement, "compare"):
             posts = [read_message(post, Durable) for post in agreement.collect("durable")]
-            question, num_buffers = comparison.find_question(posts, whole)
+            question, num_buffers = comparison.find_question(posts, common)
             agreement.announce("question", question.encode())
             if question.is_asked:
                 comparison.answer(question)
                 differing = comparison.judge(question)
         with self._phase(agreement, "commit"):
-            manifest = self._make_manifest(begun, pieces, whole, _order_blobs(whole, posts))
+            manifest = self._make_manifest(begun, pieces, common, order_blobs(common, posts, begun))
             patience = PublishPatience(self._intent.options.timeout_s)
             publish(self._store, manifest, decide=agreement.decide, patience=patience, events=self._operation.events)
-        published = Published(whole.num_tensors, sum(post.nbytes for post in posts), differing, num_buffers)
+        published = Published(common.num_tensors, sum(post.nbytes for post in posts), differing, num_buffers)
         agreement.announce("published", published.encode())
         return published
 
@@ -276,21 +281,21 @@ class SaveOperation:
                 return False
             time.sleep(_POLL_S)
 
-    def _make_manifest(self, begun: Begin, pieces: _Pieces, whole: WholePlan, blobs: tuple[BlobEntry, ...]) -> Manifest:
+    def _make_manifest(self, begun: Begin, pieces: _Pieces, common: GlobalPlan, blobs: tuple[BlobEntry, ...]) -> Manifest:
         manifest = Manifest(
             generation=begun.generation,
             attempt=begun.attempt,
             state=StepState.COMMITTED,
             step=self._intent.step,
             run_id=None,
-            sections=whole.sections,
+            sections=common.sections,
             time=utc_now(),
             writer=writer_name(),
             world_size=self._group.size,
             mesh=dict(pieces.captured.mesh),
-            num_rows=whole.num_rows,
-            num_slots=whole.num_slots,
-            index=self._write_index(begun, whole.index),
+            num_rows=common.num_rows,
+            num_slots=common.num_slots,
+            index=self._write_index(begun, common.index),
             blobs=blobs,
             parent=self._intent.parent,
             commit="guarded" if self._store.capabilities.guarded else "unguarded",
@@ -313,7 +318,7 @@ class SaveOperation:
         if self._attempt is not None:
             with abandoning(self._store, self._attempt, events=self._operation.events):
                 raise error
-        if decision is Decision.ABORT:
+        if decision is Decision.ABORT and not isinstance(own_error(error), StorageStuck):
             try:
                 self._store.delete(self._written)
             except AnyshardError:
@@ -352,22 +357,19 @@ def _take_values(captured: Captured, plan: AgreedPlan, section: str) -> SectionV
     """What goes into this rank's payload of a section: the coordinator's whole tree, of others what nobody before them has."""
     tree = captured.trees.get(section, ABSENT)
     per_rank = {address: part.tree for address, part in captured.per_rank.items() if section_of(address) == section}
-    if plan.whole is not None:
-        return SectionValues(tree, per_rank, plan.whole.also.get(section, ()), plan.whole.keys_in(section))
+    if plan.common is not None:
+        return SectionValues(tree, per_rank, plan.common.also.get(section, ()), plan.common.keys_in(section))
     owned = plan.owned.get(section, ())
     return SectionValues(pick_parts(tree, owned) if owned else ABSENT, per_rank)
 
 
-def _order_blobs(whole: WholePlan, posts: Sequence[Durable]) -> tuple[BlobEntry, ...]:
-    """All blobs as the manifest lists them. Each rank's are in the order of its plan, which is the same one."""
-    of_rank = [iter(post.list_blobs()) for post in posts]
-    return tuple(next(of_rank[rank]) for rank in whole.blobs.rank.tolist())
-
-
 def _describe_differences(published: Published) -> tuple[str, ...]:
-    shown = ", ".join(map(show, published.differing_values[:_SHOWN]))
-    values = f"values that differ between ranks are stored as the first rank has them: {shown}"
-    return published.warnings + ((values,) if shown else ())
+    lines = list(published.warnings)
+    if shown := ", ".join(map(show, published.differing_values[:_SHOWN])):
+        lines.append(f"values that differ between ranks are stored as the first rank has them: {shown}")
+    if count := published.num_differing_buffers:
+        lines.append(f"{count} buffers of modules differ between ranks and are stored as the first rank has them")
+    return tuple(lines)
 
 
 def find_step(store: Store, step: int | None) -> int | None:
@@ -378,6 +380,11 @@ def find_step(store: Store, step: int | None) -> int | None:
     if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < MAX_INT:
         raise InvalidOption(f"step: expected a whole number, 0 or more and below 2^62, found {step!r}")
     return step.__index__()
+
+
+def _estimate_nbytes(common: GlobalPlan) -> int:
+    """Roughly what all ranks write without this one's values: tensors, per-rank values, what each blob and each row add."""
+    return common.nbytes + _BLOB_NBYTES * len(common.blobs) + _ROW_NBYTES * common.num_rows
 
 
 def _check_space(store: Store, nbytes: int) -> None:

@@ -49,6 +49,7 @@ def look_at_layout(name: str) -> list[Part]:
     return on_each_rank(LAYOUTS[name].size, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_ranks_together_hold_the_whole_state(name: str) -> None:
     """In every layout the regions tile every tensor evenly, and their bytes are those of the state on one rank."""
@@ -59,6 +60,7 @@ def test_all_ranks_together_hold_the_whole_state(name: str) -> None:
     assert_same_bytes(full_bytes(expected), {address: join(parts, address, tensor) for address, tensor in expected.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trees_are_the_same_in_every_layout(name: str) -> None:
     """What stands in the place of a tensor does not tell how it is laid out: every rank has trees and buffers of one process."""

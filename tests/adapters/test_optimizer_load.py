@@ -373,12 +373,15 @@ def test_groups_with_other_options_do_not_merge(values: list[Any]) -> None:
     assert "tag" not in live[1].param_groups[0]
 
 
-def test_empty_groups_match_by_position_among_the_empty() -> None:
-    """A group without parameters keeps all its options and its place (B058)."""
+def test_empty_groups_match_by_position_then_among_the_empty() -> None:
+    """A group without parameters keeps all its options and its place (B058), if need be among such groups."""
     saved, live = _grouped([], _W + _B, [], lr=[0.1, 0.2, 0.3]), _grouped(_W + _B, [], [], lr=[0.9, 0.9, 0.9])
     give(keep(_app(saved)), _app(live))
     assert [0.2, 0.1, 0.3] == [group["lr"] for group in live[1].param_groups]
     step(*live)
+    again = _grouped([], [], _W + _B, lr=[0.9, 0.9, 0.9])
+    give(keep(_app(saved)), _app(again))
+    assert [0.1, 0.3, 0.2] == [group["lr"] for group in again[1].param_groups]
 
 
 def test_list_of_optimizers_loads_into_one_and_back() -> None:

@@ -148,13 +148,21 @@ def test_optimizers_in_a_list_are_one_optimizer() -> None:
 
 
 def test_groups_are_labelled_by_their_smallest_name() -> None:
-    """Whatever the order of parameters; groups without any are numbered among themselves, and addresses escape the labels."""
+    """Whatever the order of parameters; groups without any are known by their position, and addresses escape the labels."""
     module = nn.ModuleDict({"\u00e9": nn.Linear(1, 1), "z": nn.Linear(1, 1)})
     lists = [[], list(module["\u00e9"].parameters()), [], list(module["z"].parameters())[::-1]]
     optimizer = torch.optim.SGD([{"params": params, "lr": torch.tensor(0.1)} for params in lists], foreach=False)
     kept = keep({"opt": optimizer, "m": module})
-    assert ["~0", "\u00e9.bias", "~1", "z.bias"] == list(groups(kept))
-    assert ("z.bias", "~00", "~01", "\u00e9.bias") == tuple(address.split("/")[1] for address in addresses(kept))
+    assert ["~0", "\u00e9.bias", "~2", "z.bias"] == list(groups(kept))
+    assert ("z.bias", "~00", "~02", "\u00e9.bias") == tuple(address.split("/")[1] for address in addresses(kept))
+
+
+def test_no_parameter_has_the_label_of_an_empty_group() -> None:
+    """A name that begins with `~` gets another one in front."""
+    module = nn.ParameterDict({"~0": nn.Parameter(torch.zeros(1)), "~~0": nn.Parameter(torch.zeros(1))})
+    optimizer = torch.optim.SGD([{"params": [], "lr": 0.1}, *({"params": [param]} for param in module.values())], lr=0.2)
+    kept = keep({"opt": optimizer, "m": module})
+    assert {"~0": [], "~~0": ["~0"], "~~~0": ["~~0"]} == {label: list(group["params"]) for label, group in groups(kept).items()}
 
 
 def test_one_parameter_in_two_optimizers_of_a_list_is_refused() -> None:

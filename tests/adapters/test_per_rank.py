@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from anyshard import PerRank, RNGState
 from anyshard.adapters.capture import capture
-from anyshard.adapters.per_rank import encode_key, explain_missing_key
+from anyshard.adapters.per_rank import encode_key, explain_missing_key, find_key
 from anyshard.adapters.target import plan_load
 from anyshard.errors import CheckpointDamaged, InvalidAppState, Mismatch, StateMismatch, UnsupportedValue
 from anyshard.options import LoadOptions
@@ -173,6 +173,15 @@ def test_another_number_of_ranks_is_refused(options: dict[str, Any]) -> None:
     assert found.found.endswith(advice)
 
 
+def test_a_new_key_keeps_its_value_if_the_load_is_not_strict() -> None:
+    """More ranks than at the save: the third one is told that nothing of its own is stored, even if that is all of a section."""
+    kept = keep_on_ranks([{"x": {"n": PerRank(rank, key=rank)}} for rank in range(2)])
+    state = {"x": {"n": PerRank(7, key=2)}}
+    assert [(Mismatch.RANK, "x/n")] == differences(kept, state)
+    assert ("x/n",) == give(kept, state, strict=False, rank=2, world_size=3).missing
+    assert 7 == state["x"]["n"].value
+
+
 def test_what_does_not_fit_can_be_left_out() -> None:
     """The advice of the error works, and the live value stays."""
     kept = keep_on_ranks([{"a": 1, "x": {"n": PerRank(rank), "m": PerRank(torch.ones(1))}} for rank in range(2)])
@@ -228,6 +237,21 @@ def test_another_mesh_is_refused_though_the_number_of_ranks_is_the_same() -> Non
         "those of rank 0 of 4 on a mesh of dp=4: it was saved by another number of ranks or on another mesh"
     )
     assert encode_key(PerRank(1), rank=0, world_size=4, mesh={"tp": 2, "dp": 2}, registry=REGISTRY) == key
+
+
+def test_without_a_mesh_only_the_ranks_are_compared() -> None:
+    """Loaded beside no model, what was saved beside a sharded one finds its rank; under another mesh it does not."""
+
+    def key(rank: int, *, of: int = 144, given: object = None, **mesh: int) -> bytes:
+        return encode_key(PerRank(0, key=given), rank=rank, world_size=of, mesh=mesh, registry=REGISTRY)
+
+    stored = [key(rank, dp=144) for rank in range(3)]
+    assert stored[1] == find_key(key(1), stored, has_mesh=False)
+    assert stored[1] == find_key(key(1, dp=144), stored, has_mesh=True)
+    assert stored[1] == find_key(stored[1], stored, has_mesh=False)
+    others = [key(1, tp=144), key(1, of=3), key(3), key(1, given=1), key(1, given=[])]
+    assert [None] * 5 == [find_key(other, stored, has_mesh=other == others[0]) for other in others]
+    assert find_key(key(1), [*stored, key(1, tp=144)], has_mesh=False) is None
 
 
 def test_a_key_is_what_its_value_is() -> None:

@@ -66,6 +66,7 @@ def check_ranks(mesh_shape: Sequence[int], make: Callable[[], Sequence[DTensor]]
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_regions_are_what_distribute_tensor_gives(mesh_shape: tuple[int, ...]) -> None:
     """On every mesh, for every size and every way to shard one dim, the regions rebuild each local tensor and tile the whole."""
@@ -78,6 +79,7 @@ def test_regions_are_what_distribute_tensor_gives(mesh_shape: tuple[int, ...]) -
     assert [] == check_ranks(mesh_shape, make)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", MESHES[1:], ids=str)
 @pytest.mark.parametrize("shape", [(7, 5), (3, 0), (0, 4, 2), (2, 9, 3), (1, 1)], ids=str)
 def test_several_dims_are_sharded_at_once(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
@@ -105,6 +107,7 @@ def make_fsdp(mesh_shape: tuple[int, ...], num_data: int, inner: Placements) -> 
     return list(module.state_dict().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh_shape", "num_data", "inner"),
     [

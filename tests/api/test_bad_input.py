@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,31 @@ def test_path_that_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(anyshard.InvalidPath):
         anyshard.load(tmp_path / "a", state())
     assert "mine" == (tmp_path / "a").read_text()
+
+
+def test_arguments_of_a_wrong_type(tmp_path: Path) -> None:
+    """An app state that is no mapping, and the options of the other verb, are told apart from what was expected."""
+    saving: Any = anyshard.SaveOptions()
+    loading: Any = anyshard.LoadOptions()
+    nothing: Any = None
+    anyshard.save(tmp_path / "a", state())
+    for verb, options in ((anyshard.save, loading), (anyshard.load, saving)):
+        with pytest.raises(anyshard.InvalidOption, match="options: expected (Save|Load)Options, found (Load|Save)Options"):
+            verb(tmp_path / "a", state(), options=options)
+        with pytest.raises(anyshard.InvalidAppState, match="expected a mapping from names to objects .* found NoneType"):
+            verb(tmp_path / "a", nothing)
+    with pytest.raises(anyshard.InvalidOption, match="options: expected LoadOptions, found SaveOptions"):
+        anyshard.open(tmp_path / "a", options=saving)
+
+
+def test_opening_needs_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun without init_process_group a save is refused before it touches anything; `open` concerns one process."""
+    anyshard.save(tmp_path / "a", state())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(anyshard.InvalidOption, match="call init_process_group first"):
+        anyshard.save(tmp_path / "b", state())
+    assert 1.0 == anyshard.open(tmp_path / "a")["model/w"][0, 0]
+    assert ["a"] == os.listdir(tmp_path)
 
 
 def test_foreign_directory_is_left_alone(tmp_path: Path) -> None:
@@ -144,6 +171,7 @@ def test_differences_are_all_listed_and_nothing_changes(tmp_path: Path) -> None:
     assert 2 == live["n"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become nobody")
 def test_no_permission(tmp_path: Path) -> None:
     """A directory that may not be written to is StorageDenied, which is a PermissionError."""
@@ -159,22 +187,27 @@ def test_no_permission(tmp_path: Path) -> None:
     assert "StorageDenied\n" == done.stdout
 
 
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A disk of 8 MiB. Not below tmp_path: the mount of a killed run would stay, and every later pytest fail to tidy up there."""
+    with tempfile.TemporaryDirectory(prefix="anyshard-disk-") as disk:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False, capture_output=True)
+        if mounted.returncode:
+            pytest.skip("cannot mount here")
+        try:
+            yield Path(disk)
+        finally:
+            subprocess.run(["umount", "--lazy", disk], check=True)
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to mount")
-def test_disk_full(tmp_path: Path) -> None:
+def test_disk_full(small_disk: Path) -> None:
     """A full disk is StorageFull before a byte is written; the older checkpoint stays."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=False, capture_output=True)
-    if mounted.returncode:
-        pytest.skip("cannot mount here")
-    try:
-        anyshard.save(disk / "a", state())
-        with pytest.raises(anyshard.StorageFull, match="free"):
-            anyshard.save(disk / "b", {"big": torch.zeros(4 * 2**20)})
-        assert 3 == anyshard.open(disk / "a")["step"]
-        assert not (disk / "b").exists() or [] == [path for path in (disk / "b").rglob("*") if path.is_file()]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    anyshard.save(small_disk / "a", state())
+    with pytest.raises(anyshard.StorageFull, match="free"):
+        anyshard.save(small_disk / "b", {"big": torch.zeros(4 * 2**20)})
+    assert 3 == anyshard.open(small_disk / "a")["step"]
+    assert [] == [path for path in (small_disk / "b").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyshard
 from anyshard.records.values import PerRankMark
+from anyshard.testing.layouts import make_mesh
+from anyshard.testing.world import Worlds
+
+pytestmark = pytest.mark.slow
 
 
 class Loader:
@@ -50,6 +56,16 @@ def load_with_keys_swapped(path: str) -> tuple[object, ...]:
     return read(state)
 
 
+def load_random_state_alone(path: str) -> bool:
+    """Random state that was saved beside a sharded model is loaded without one."""
+    random.seed(dist.get_rank())
+    weight = distribute_tensor(torch.ones(4), make_mesh(("dp", dist.get_world_size())), [Shard(0)], src_data_rank=None)
+    anyshard.save(path, {"model": {"w": weight}, "rng": anyshard.RNGState()})
+    expected = random.random()
+    anyshard.load(path, {"rng": anyshard.RNGState()})
+    return expected == random.random()
+
+
 def load_on_one_rank(path: str) -> tuple[object, ...]:
     state = make_state(-1, key=1)
     try:
@@ -74,9 +90,37 @@ def test_a_key_takes_values_to_other_ranks(worlds, tmp_path: Path) -> None:
     assert ([("rank", "rng")], (1, [1, 2, 3], 3)) == load_on_one_rank(path)
 
 
+def test_random_state_is_loaded_without_the_model(worlds, tmp_path: Path) -> None:
+    """The mesh of the model that lay beside it is not asked for (review C14)."""
+    assert [True] * 2 == worlds(2).run(load_random_state_alone, str(tmp_path / "a"))
+
+
 def test_an_open_checkpoint_shows_where_they_are(worlds, tmp_path: Path) -> None:
     """Offline, each rank's tensors are there under their addresses."""
     worlds(2).run(save_and_load, str(tmp_path / "a"))
     with anyshard.open(tmp_path / "a") as checkpoint:
         assert {"loader": PerRankMark("data/loader"), "epoch": 3} == checkpoint.values("data")
         assert [1, 2, 3] == checkpoint["data/loader/order/~r1"].numpy().tolist()
+
+
+def make_loader(position: int) -> dict[str, Any]:
+    return {"loader": anyshard.PerRank(Loader(position), key="of all")}
+
+
+def save_with_one_key(path: str) -> tuple[str, str, list[object]]:
+    """Ranks that say to be replicas and are not: what the first save says, and a later one that is not the first."""
+    rank = dist.get_rank()
+    try:
+        anyshard.save(f"{path}/refused", make_loader(rank))
+    except anyshard.InvalidAppState as error:
+        refused = str(error)
+    equal = anyshard.save(f"{path}/equal", make_loader(5))
+    later = anyshard.save(f"{path}/later", make_loader(rank))
+    return refused, str(equal.differing_values), list(later.differing_values)
+
+
+def test_ranks_with_equal_keys_must_have_equal_values(worlds: Worlds, tmp_path: Path) -> None:
+    """Values and tensors of ranks with one key are compared: an error at the first save, a line in the report at later ones."""
+    for refused, equal, later in worlds(2).run(save_with_one_key, str(tmp_path)):
+        assert "loader: one value on rank 0, another on rank 1" in refused
+        assert ("()", ["loader"]) == (equal, later)

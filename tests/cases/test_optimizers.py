@@ -228,6 +228,7 @@ print(values["run"], values["step"], values["losses"])
 """
 
 
+@pytest.mark.slow
 def test_b138_trainer_state_is_readable_without_torch(tmp_path: Path) -> None:
     """Ints, strings, lists and random states are stored without pickle; a scalar is read by a process without torch."""
     rng = np.random.default_rng(3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 from tests.commit.actors import Actor, Died
 from tests.commit.steps import Clock, save, write_attempt
+
+pytestmark = pytest.mark.slow
 
 
 def write(store: Store) -> Manifest:

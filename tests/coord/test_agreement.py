@@ -59,6 +59,7 @@ def test_id_is_shared_and_new(connect: Connect) -> None:
     assert (2, 2) == (len({first[0], second[0]}), len({*first, *second}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "faulty"), [("capture", 0), ("capture", 1), ("capture", 2), ("plan", 0), ("write", 0), ("write", 1), ("write", 2)]
 )
@@ -73,6 +74,7 @@ def test_a_failure_is_raised_on_every_rank(connect: Connect, fault: str, faulty:
     assert [PUBLISHED] * 3 == run_group(groups, lambda group: save(group, "save 2"))
 
 
+@pytest.mark.slow
 def test_a_failure_is_seen_within_a_second() -> None:
     """A rank that has waited for a while still hears of a failure at once."""
     groups = make_groups(2, MemoryKeyValueStore().clone)

@@ -22,6 +22,7 @@ class TestMemory(KeyValueContract):
         return MemoryKeyValueStore
 
 
+@pytest.mark.slow
 class TestBounded(KeyValueContract):
     @pytest.fixture
     def make_store(self) -> MakeKeyValueStore:
@@ -41,6 +42,7 @@ class TestFiles(KeyValueContract):
         return make
 
 
+@pytest.mark.slow
 class TestTcp(KeyValueContract):
     """Torch's usual store, through a connection as a rank has it."""
 

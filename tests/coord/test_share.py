@@ -16,6 +16,7 @@ DIGEST = "0123456789abcdef" * 2
 BIG = bytes(range(256)) * (2 * MAX_VALUE_NBYTES // 256) + b"end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", [b"", b"x", BIG], ids=["empty", "short", "long"])
 def test_what_one_rank_shares_all_can_fetch(connect: Connect, payload: bytes) -> None:
     """The digest, known from a message, leads to the bytes, on the rank that stores them too."""
@@ -67,6 +68,7 @@ def test_sharing_again_says_the_same() -> None:
     assert ("5c7401c0ec22eeeeeaf06c6480b2cd11",) * 2 == digests
 
 
+@pytest.mark.slow
 def test_the_claimer_is_named_if_its_bytes_never_come(connect: Connect) -> None:
     """A rank that ends between its claim and its bytes is the one that is missing, for every rank that asks for them."""
     groups = make_groups(3, connect)

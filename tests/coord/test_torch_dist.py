@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import torch.testing._internal.distributed.fake_pg  # noqa: F401  isort: skip - makes the backend called fake known
+from anyshard.coord.group import Group
+from anyshard.coord.looks import Patience
 from anyshard.coord.torch_dist import TorchKeyValueStore, find_ranks, job_token, make_group
 from anyshard.errors import InvalidOption, KeyValueStoreLost
 from tests.coord.conftest import serve_tcp
@@ -52,6 +57,15 @@ def test_a_group_outside_of_a_job_is_refused(find: Callable[[list[int]], object]
     """A list of ranks means nothing before init_process_group."""
     with pytest.raises(InvalidOption, match="call init_process_group first"):
         find([0])
+
+
+def test_a_job_that_is_not_initialised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun without init_process_group each rank would save alone; a job of one rank needs nothing."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(InvalidOption, match=r"a job of 4 ranks \(WORLD_SIZE\), found that it is not; call init_process_group"):
+        find_ranks(None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert (0,) == find_ranks(None)
 
 
 def test_ranks_are_found_without_making_a_group(job: None) -> None:
@@ -135,22 +149,48 @@ def test_the_job_can_use_its_store_meanwhile() -> None:
     assert server.get("a") == b"1"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
-def test_a_store_that_ends(end: signal.Signals) -> None:
-    """A server that is frozen or dead is `KeyValueStoreLost` within the patience, not a hang."""
-    from anyshard.coord.group import Group
-    from anyshard.coord.looks import Patience
+each_end = pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
 
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+
+@pytest.fixture
+def server() -> Iterator[tuple[dist.TCPStore, int]]:
+    """A client of a server in a process of its own, and that process."""
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert server.stdout
-            store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
-            group = Group(1, (0, 1), TorchKeyValueStore(store))
-            os.kill(server.pid, end)
-            began_s = time.monotonic()
-            with pytest.raises(KeyValueStoreLost, match="expected an answer"):
-                group.agree("save 1", patience=Patience(timeout_s=1.0))
-            assert time.monotonic() - began_s < 5
+            assert process.stdout
+            port = int(process.stdout.readline())
+            short = timedelta(seconds=2)
+            yield dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=short), process.pid
         finally:
-            server.kill()
+            process.kill()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "anyshard-coord":  # in a call that was given up
+            thread.join(20)
+
+
+@pytest.mark.slow
+@each_end
+def test_a_store_that_ends(server: tuple[dist.TCPStore, int], end: signal.Signals) -> None:
+    """A server that is frozen or dead is `KeyValueStoreLost` within the patience, not a hang."""
+    group = Group(1, (0, 1), TorchKeyValueStore(server[0]))
+    os.kill(server[1], end)
+    began_s = time.monotonic()
+    with pytest.raises(KeyValueStoreLost, match="expected an answer"):
+        group.agree("save 1", patience=Patience(timeout_s=1.0))
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.slow
+@each_end
+def test_a_store_that_has_ended_before_a_group_is_made(server: tuple[dist.TCPStore, int], end: signal.Signals) -> None:
+    """The same holds for the connection with which a group begins, and nobody is told to start the job in another way."""
+    dist.init_process_group("fake", store=server[0], rank=1, world_size=2)
+    try:
+        os.kill(server[1], end)
+        began_s = time.monotonic()
+        with pytest.raises(KeyValueStoreLost, match="expected an answer"):
+            make_group(timeout_s=1.0)
+        assert time.monotonic() - began_s < 5
+    finally:
+        dist.destroy_process_group()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.read import ReadJob, open_blobs
 from anyshard.engine.write import WriteJob, write_blobs
+from anyshard.planning.match import match_shards
 from anyshard.planning.pack import make_index, plan_save
 from anyshard.planning.reads import plan_reads
 from anyshard.records.handles import ArrayDestination, ArraySource, Destination
@@ -85,7 +86,8 @@ class Scene:
         """The reads that fill `wanted`, none longer than a block of the pool."""
         layouts = {blob: BlobLayout.of(tail) for blob, tail in tails.items()}
         limits = ReadLimits(self.pool.block_nbytes, max_gap_nbytes)
-        return plan_reads(wanted, make_index([self.plan], self.plan.shards.tensors), layouts, limits=limits)
+        matches = match_shards(wanted, make_index([self.plan], self.plan.shards.tensors))
+        return plan_reads(matches, layouts, limits=limits)
 
     def load(self, store: Store, manifest: Manifest, job: ReadJob = ReadJob()) -> Arrays:  # noqa: B008 - frozen
         """Everything that was saved, read back into fresh arrays."""

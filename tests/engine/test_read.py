@@ -187,6 +187,16 @@ def test_damaged_values_are_never_returned(scene: Scene) -> None:
         assert scene.values["model"] == blobs.read_values("model")
 
 
+def test_values_of_a_rank_without_blobs_are_damage(scene: Scene) -> None:
+    """Records that name a rank which has written nothing are never followed."""
+    manifest = scene.write(store := MemoryStore())
+    with (
+        open_blobs(store, manifest, blobs=[0], job=ReadJob(), pool=scene.pool) as blobs,
+        pytest.raises(CheckpointDamaged, match="blobs of rank 7 in section model"),
+    ):
+        blobs.read_values("model", rank=7)
+
+
 def test_damaged_head_is_found_when_the_blob_is_opened(scene: Scene) -> None:
     """A file that does not begin as the tail says was put together from two."""
     manifest = scene.write(store := MemoryStore())

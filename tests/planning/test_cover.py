@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,12 +11,14 @@ from anyshard.records.tables import make_tensor_table, whole_shards
 from tests.planning.simulated import Simulated, make_shards, simulated_checkpoints
 
 
+@pytest.mark.slow
 @given(simulated_checkpoints())
 def test_whole_checkpoints_have_no_flaw(stored: Simulated) -> None:
     """Any partition of any tensors passes."""
     assert () == check_cover(stored.index.shards)
 
 
+@pytest.mark.slow
 @given(simulated_checkpoints(), st.data())
 def test_a_row_less_or_twice_is_found(stored: Simulated, data: st.DataObject) -> None:
     """Taking out or repeating any row that has elements is a flaw of its tensor."""

@@ -14,6 +14,7 @@ from anyshard.errors import InvalidAppState
 from anyshard.planning import share as sharing
 from anyshard.planning.cover import check_cover
 from anyshard.planning.group_plan import NO_RANK, GroupPlan, plan_group
+from anyshard.planning.match import match_shards
 from anyshard.planning.pack import make_index, order_blobs, plan_save
 from anyshard.planning.reads import plan_reads
 from anyshard.records.load_plan import ReadLimits
@@ -114,6 +115,7 @@ def test_the_parts_of_a_plan_make_its_index(tables: list[RankTable], max_blob_nb
         assert [blob.rows.tolist() for blob in alone.blobs] == rows
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.data(), groups())
 def test_the_plan_depends_on_what_is_held_only(data: st.DataObject, tables: list[RankTable]) -> None:
@@ -150,6 +152,7 @@ def test_replicas_may_be_one_object() -> None:
     assert [one.rank.tolist(), one.local_row.tolist()] == [other.rank.tolist(), other.local_row.tolist()]
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(st.data(), groups(), st.sampled_from([1, 16, MIB]), st.sampled_from([200, 4096, NO_LIMIT]))
 def test_any_layout_to_any_layout(data: st.DataObject, tables: list[RankTable], minimum: int, max_blob_nbytes: int) -> None:
@@ -165,7 +168,7 @@ def test_any_layout_to_any_layout(data: st.DataObject, tables: list[RankTable], 
                 held[rank].append((tensor, region))
     for own in held:
         wanted = make_shards(stored.tensors, own)
-        reads = plan_reads(wanted, stored.index, stored.layouts, limits=ReadLimits(1024, 64))
+        reads = plan_reads(match_shards(wanted, stored.index), stored.layouts, limits=ReadLimits(1024, 64))
         assert () == reads.uncovered
         found, writes = load(stored, wanted, reads, is_strided=data.draw(st.booleans()))
         for row, (got, count) in enumerate(zip(found, writes, strict=True)):

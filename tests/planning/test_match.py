@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 
-from anyshard.planning.match import match_shards
+from anyshard.planning.match import locate, match_shards
 from anyshard.records.load_plan import BlobLayout
 from anyshard.records.tables import Index, make_tensor_table, one_shard, whole_shards
 
@@ -18,9 +18,9 @@ def test_one_read_does_not_look_at_all_other_tensors() -> None:
     tensors = make_tensor_table([f"a/{i:05d}" for i in range(NUM)], ["uint8"] * NUM, [(64,)] * NUM, {})
     index = Index(whole_shards(tensors), np.zeros(NUM, dtype=np.int64), np.arange(NUM))
     layouts = {0: BlobLayout(1 << 18, NUM * 64, np.arange(NUM) * 64, np.full(NUM, 64))}
-    match_shards(one_shard(tensors, 0, (0,), (64,)), index, layouts)
+    locate(match_shards(one_shard(tensors, 0, (0,), (64,)), index), layouts)
     tracemalloc.start()
-    items = match_shards(one_shard(tensors, 7, (0,), (64,)), index, layouts)
+    items = locate(match_shards(one_shard(tensors, 7, (0,), (64,)), index), layouts)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert ([7], [7 * 64]) == (items.stored.tolist(), items.position.tolist())

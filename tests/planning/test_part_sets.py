@@ -31,6 +31,13 @@ def test_equal_lists_that_are_one_object_count_as_ranks() -> None:
     assert 0 == len(find_part_sets([PartList({})] * 2).num_holders)
 
 
+def test_every_subset_of_ranks_is_a_set_of_its_own() -> None:
+    """The same parts of three ranks or of two of them, in any order of the lists' parts."""
+    sets = find_part_sets(list_all({"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "d": 1}, {"a": 1, "c": 1, "d": 1}))
+    assert [[0, 1, 2], [0, 1, 3], [0, 2, 3]] == [column.tolist() for column in sets.of_rank]
+    assert [3, 2, 2, 2] == sets.num_holders.tolist()
+
+
 def test_digests_of_a_set_are_equal_if_its_parts_are() -> None:
     """Parts outside of the set have no say."""
     lists = list_all({"a": 1, "b": 2, "one": 0}, {"a": 1, "b": 2}, {"a": 1, "b": 3})

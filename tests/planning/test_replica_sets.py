@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from anyshard.planning.group_plan import plan_group
@@ -57,6 +58,7 @@ def test_one_rank_is_in_no_set() -> None:
     assert [[-1, -1]] == plan_sets(replicate(make_wide_tensors([(4,), (2,)]), 1))
 
 
+@pytest.mark.slow
 @given(groups())
 def test_equal_numbers_mean_equal_holders(tables: list[RankTable]) -> None:
     """Two rows on any ranks have the same number exactly if the same ranks, two or more of them, hold their regions."""

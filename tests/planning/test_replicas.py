@@ -36,6 +36,7 @@ def test_equal_regions_are_one_with_all_that_hold_it() -> None:
     assert replicas.set_of[0] == replicas.set_of[1] != replicas.set_of[2]
 
 
+@pytest.mark.slow
 @given(groups())
 def test_sets_are_equal_exactly_if_their_holders_are(tables: list[RankTable]) -> None:
     """The number of a region's set says who holds it, no more and no less."""

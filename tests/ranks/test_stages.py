@@ -82,6 +82,31 @@ def test_stages_load_as_the_whole_and_as_other_stages(worlds: Worlds, tmp_path: 
     assert [[]] * 4 == worlds(4).run(load, place)
 
 
+def make_uneven(rank: int, lr: float) -> dict[str, object]:
+    """A stage that has matrices only, or vectors only, and for the others an empty group with another rate."""
+    model = nn.ModuleDict({str(rank): nn.LayerNorm(3) if rank else nn.Linear(3, 3, bias=False)})
+    params = list(model.parameters())
+    groups = [{"params": [param for param in params if param.ndim == ndim], "lr": lr * ndim} for ndim in (2, 1)]
+    return {"model": model, "optimizer": torch.optim.SGD(groups)}
+
+
+def move_uneven(place: str) -> list[float]:
+    """The rates of this stage after a load."""
+    anyshard.save(place, make_uneven(dist.get_rank(), 0.25))
+    live = make_uneven(dist.get_rank(), 9.0)
+    anyshard.load(place, live)
+    optimizer = live["optimizer"]
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_stages_may_lack_parameters_for_different_groups(worlds: Worlds, tmp_path: Path) -> None:
+    """An empty group is known by its place among all groups of its stage, and so not taken for another one that is empty."""
+    place = str(tmp_path / "step_7")
+    assert [[0.5, 0.25]] * 2 == worlds(2).run(move_uneven, place)
+    assert ["0.weight", "1.bias", "~0", "~1"] == sorted(anyshard.open(place)["optimizer"]["param_groups"])
+
+
 def test_the_whole_loads_as_stages(worlds: Worlds, tmp_path: Path) -> None:
     """Each stage finds its layers and their groups; an empty group, of which nothing was stored, keeps its options."""
     place = str(tmp_path / "step_7")

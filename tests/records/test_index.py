@@ -87,6 +87,7 @@ def test_rows_are_as_the_format_page_says():
     assert expected == [tuple(row[name] for name in names) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "index", [make_regular(0, 1), make_regular(3, 30_000), make_regular(70_000, 1), make_regular(1, 131_072)]
 )

@@ -270,6 +270,7 @@ def test_section_without_a_blob_of_rank_0_is_damage():
         decode_manifest(sign(json.dumps(tree)), file=FILE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -23,6 +23,7 @@ from anyshard.records.value_parts import (
     encode_part_list,
     list_leaves,
     list_parts,
+    list_paths,
     merge_trees,
     pick_parts,
 )
@@ -30,6 +31,7 @@ from anyshard.records.values import (
     PerRankMark,
     TensorMark,
     Unregistered,
+    ValueLimits,
     ValueRegistry,
     decode_value,
     encode_value,
@@ -218,6 +220,67 @@ def test_a_tree_that_contains_itself_or_has_no_end_is_refused():
         parts_of(deep)
 
 
+def double(leaf, num_levels):
+    """A tree in which every dict stands twice in the one around it."""
+    for _ in range(num_levels):
+        leaf = {"a": leaf, "b": leaf}
+    return leaf
+
+
+@pytest.mark.parametrize("leaf", [1, MARK])
+def test_a_dict_that_is_in_many_places_is_refused_before_they_are_listed(leaf, monkeypatch):
+    """Written out there would be 16 million and more elements, or no end of them."""
+    monkeypatch.setattr("anyshard.records.value_parts._LIMITS", ValueLimits(max_nodes=200))
+    cycle: dict[str, object] = {"leaf": leaf}
+    cycle |= {"a": cycle, "b": cycle}
+    for list_all in (list_parts, list_leaves):
+        with pytest.raises(UnsupportedValue, match="^s/a: .* contains itself"):
+            list_all({"s": cycle}, registry=REGISTRY)
+        with pytest.raises(LimitExceeded, match="^s/a/.*: expected at most 200 elements in the values of s"):
+            list_all({"s": double(leaf, 24)}, registry=REGISTRY)
+
+
+def test_a_dict_that_is_in_several_places_has_parts_in_all():
+    """It is stored as often; a mark that lies in it takes all dicts around it apart."""
+    below = {"w": MARK, "n": {"a": 1}}
+    assert [("a", "n"), ("a", "w"), ("b", "n"), ("b", "w"), ("c",)] == list(
+        list_parts({"s": {"a": below, "b": below, "c": double(1, 5)}}, registry=REGISTRY).parts["s"]
+    )
+
+
+@pytest.mark.parametrize("tree", [{"w": MARK, "a": {}, "b": {"c": 1}}, {"a": 1}, {}, 5, {"groups": {"a": {"b": 1}}}])
+def test_a_rank_alone_lists_the_same_paths(tree):
+    """Its structure is the same as of a rank that compares its values with those of others."""
+    of_group = list_parts({"s": tree}, registry=REGISTRY, branches=["s/groups"])
+    assert of_group.structure == list_paths({"s": tree}, branches=["s/groups"]).structure
+
+
+def test_a_rank_alone_encodes_nothing_to_list_its_paths():
+    """What cannot be stored is refused when it is stored."""
+    assert [("b",), ("w",)] == list(list_paths({"s": {"w": MARK, "b": object()}}).parts["s"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "paths"),
+    [
+        ({"opts": {"one": {"state": {}}}, "epoch": 1}, [("epoch",), ("opts", "one", "state")]),
+        ({"opts": {"one": {}}, "epoch": {"a": 1}}, [("epoch",), ("opts", "one")]),
+        ({"opts": {"other": {}}, "epoch": 1}, [()]),
+        ({"opts": [{"one": {}}], "epoch": 1}, [()]),
+        (5, [()]),
+    ],
+)
+def test_dicts_around_a_branch_are_taken_apart_too(tree, paths):
+    """Those that lead to it, if it is there; it may be empty on this rank."""
+    assert paths == list(list_paths({"s": tree}, branches=["s/opts/one", "t/opts"]).parts["s"])
+
+
+def test_an_empty_dict_is_another_structure_than_a_value():
+    """Another rank may have keys in its place, and then a plan that was made for it does not hold for a value there."""
+    structures = [list_parts({"s": {"w": MARK, "x": x}}, registry=REGISTRY).structure for x in ({}, 5, [1])]
+    assert [False, True] == [structures[1] == structures[0], structures[1] == structures[2]]
+
+
 def test_structure_and_digest_say_what_has_changed():
     """A changed value changes the digest, a changed path both, another order neither."""
     base, turned = (list_leaves({"s": tree, "t": 1}, registry=REGISTRY) for tree in ({"a": 1, "b": 2}, {"b": 2, "a": 1}))
@@ -240,7 +303,7 @@ def test_marks_need_no_encoder(monkeypatch):
 # Messages --------------------------------------------------------------------------------------------------------------
 
 
-@given(st.dictionaries(text, values, max_size=3))
+@given(st.dictionaries(text.filter(bool), values, max_size=3))
 def test_part_lists_travel(trees):
     """What one rank sends the other reads, and equal lists are equal bytes."""
     parts = list_leaves(trees, registry=REGISTRY)
@@ -311,6 +374,12 @@ def test_the_first_of_several_counts():
     trees = [{"a": 1, "b": {}}, {"a": 2, "b": {"c": 3}}, {"b": {}, "d": {"e": [4]}}]
     assert {"a": 1, "b": {"c": 3}, "d": {"e": [4]}} == merge_trees(trees, file="s")
     assert [{"a": 1, "b": {}}, {"a": 2, "b": {"c": 3}}, {"b": {}, "d": {"e": [4]}}] == trees
+
+
+def test_no_tree_at_all_is_damage():
+    """The coordinator writes one for every section."""
+    with pytest.raises(CheckpointDamaged, match="^file: expected a value tree, found none"):
+        merge_trees([], file="file")
 
 
 @pytest.mark.parametrize("trees", [[{"a": 1}, {"a": {"b": 1}}], [{"a": {"b": 1}}, {"a": [1]}], [5, {"a": 1}], [{"a": 1}, None]])

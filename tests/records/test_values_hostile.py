@@ -202,6 +202,7 @@ def test_cut_bytes_are_damage(value, data):
         decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", [b"\x80", b"\xd4\x05\x90", b"\x90"], ids=["maps", "sets", "lists"])
 def test_nodes_are_counted_before_anything_is_built(bomb):
     """A bomb of a hundred thousand empty containers costs no memory but that of its bytes."""

@@ -27,6 +27,7 @@ class TestPlain(AdapterContract):
         return request.param  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp3", "fsdp2 x tp2"])
 class TestSpread(AdapterContract):
     """The last rank, whose shards are the odd ones: in DDP, FSDP2, and FSDP2 over TP."""

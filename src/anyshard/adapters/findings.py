@@ -81,6 +81,7 @@ class Findings:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.surplus: list[str] = []
+        self.surplus_extra_state: list[str] = []
         self.replaced_values: list[str] = []
         self.created: list[str] = []
         self.warnings: list[str] = []

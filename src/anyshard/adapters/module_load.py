@@ -14,6 +14,8 @@ from anyshard.adapters.nested import describe_node
 from anyshard.errors import Mismatch
 from anyshard.records.addresses import component, join_address, show
 
+PASSED_OVER = "the module takes no such extra state; it was passed over"
+
 
 @dataclass(slots=True)
 class _Handover:
@@ -75,10 +77,12 @@ def _refuse_surplus(fqn: str, at: str, intake: Intake) -> None:
     findings = intake.findings
     if not findings.selection.takes_whole(at):
         return
-    if not is_extra_state(fqn) or (findings.options.strict_extra_state and not findings.judges_surplus):
+    if not is_extra_state(fqn):
         findings.surprise(at)
     elif findings.judges_surplus:
-        _report_extra_state(Mismatch.UNEXPECTED, at, "the module takes no such extra state; it was passed over", intake)
+        _report_extra_state(Mismatch.UNEXPECTED, at, PASSED_OVER, intake)
+    else:
+        findings.surplus_extra_state.append(at)
 
 
 def _report_extra_state(kind: Mismatch, at: str, sentence: str, intake: Intake) -> None:

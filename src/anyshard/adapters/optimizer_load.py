@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, final
 
 import torch
@@ -52,6 +53,12 @@ class _StoredOptimizer:
     state: Mapping[str, object]
     groups: Mapping[str, _StoredGroup]
     other: Mapping[str, object]
+
+    def list_empty(self) -> list[_StoredGroup]:
+        """The groups without parameters, whose labels are `~` and their position, by position."""
+        return sorted(
+            (group for group in self.groups.values() if not group.params), key=lambda group: (len(group.label), group.label)
+        )
 
 
 def load_optimizers(
@@ -118,10 +125,14 @@ class _OptimizerLoader:
             )
 
     def load_groups(self, groups: Sequence[LiveGroup]) -> None:
-        """Give each live group the options of the stored group that holds its parameters; empty ones go by position."""
+        """Give each live group the options of the stored group that holds its parameters; empty ones go by position.
+
+        That is the position among all groups, or among the empty ones where no empty group was stored at that one.
+        """
+        empty, places = self._stored.list_empty(), count()
         for label, group in zip(label_groups(groups), groups, strict=True):
             address = join_address(self._address, "param_groups", component(label, within=self._address))
-            source = self._find_group(group, address) if group.names else self._stored.groups.get(label)
+            source = self._find_group(group, address) if group.names else _pick_empty(empty, label, next(places))
             if source is not None:
                 self._load_options(group, source, address)
 
@@ -282,6 +293,11 @@ class _OptimizerLoader:
 
 
 _ABSENT = object()
+
+
+def _pick_empty(stored: Sequence[_StoredGroup], label: str, place: int) -> _StoredGroup | None:
+    same = [group for group in stored if group.label == label]
+    return next(iter(same or stored[place:]), None)
 
 
 def _set_item(target: Any, key: object, settle: Settle) -> None:

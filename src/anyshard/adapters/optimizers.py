@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -117,9 +116,18 @@ def capture_optimizers(
 
 
 def label_groups(groups: Sequence[LiveGroup]) -> list[str]:
-    """The name of each group: its smallest parameter's, or `~0`, `~1` for the groups without parameters, in their order."""
-    positions = count()
-    return [min(group.names, key=str.encode, default="") or f"~{next(positions)}" for group in groups]
+    """The name of each group: its smallest parameter's, after a `~` if it begins with one; without parameters `~<position>`.
+
+    A stage of a pipeline may have other groups without parameters than the next one, but in the same list of groups.
+    """
+    return [_label_group(group, position) for position, group in enumerate(groups)]
+
+
+def _label_group(group: LiveGroup, position: int) -> str:
+    if not group.names:
+        return f"~{position}"
+    name = min(group.names, key=str.encode)
+    return f"~{name}" if name.startswith("~") else name
 
 
 def _capture_state(groups: Sequence[LiveGroup], address: str, collector: Collector) -> dict[str, object]:

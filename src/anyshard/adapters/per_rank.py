@@ -22,7 +22,7 @@ class PerRank:
 
     `value` is anything but modules, optimizers and sharded tensors; after a load, what stands there then. `key` is any plain
     value, such as the data-parallel rank: ranks with equal keys have equal values. Without a key a value comes back only under
-    the same number of ranks and the same mesh, on the same rank.
+    the same number of ranks and the same mesh (if there is one in the app state that is loaded), on the same rank.
 
     Example: `{"model": model, "loader": anyshard.PerRank(loader, key=dp_rank)}`.
     """
@@ -41,6 +41,16 @@ def encode_key(wrapper: PerRank, *, rank: int, world_size: int, mesh: Mapping[st
         return _PAIR + canonical_bytes(wrapper.key, registry=registry, address="key of anyshard.PerRank")
     axes = [list(axis) for axis in sorted(mesh.items())]
     return canonical_bytes([_RANK, rank, world_size, axes], registry=registry)
+
+
+def find_key(key: bytes, stored: Iterable[bytes], *, has_mesh: bool) -> bytes | None:
+    """Which of the stored keys is that of this rank. Where there is no mesh, the only one of its number among as many ranks."""
+    stored = list(stored)
+    if key in stored or has_mesh or not _is_of_rank(key):
+        return key if key in stored else None
+    start = key[:-1]  # all but the list of axes, which is empty
+    found = [other for other in stored if other.startswith(start)]
+    return found[0] if len(found) == 1 else None
 
 
 def explain_missing_key(key: bytes, stored: Iterable[bytes], *, address: str, registry: ValueRegistry) -> tuple[str, str]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import final
 
 from anyshard.adapters.findings import Findings
 from anyshard.adapters.nested import describe_node
-from anyshard.adapters.per_rank import PerRank, encode_key, explain_missing_key
-from anyshard.errors import CheckpointDamaged, Mismatch
-from anyshard.records.addresses import section_of, show
+from anyshard.adapters.per_rank import PerRank, encode_key, explain_missing_key, find_key
+from anyshard.errors import Mismatch
+from anyshard.records.addresses import section_of
 from anyshard.records.captured import Stored
-from anyshard.records.section_values import ABSENT
+from anyshard.records.section_values import ABSENT, pick_own_tree
 from anyshard.records.values import PerRankMark, ValueRegistry
 
 
@@ -38,24 +38,28 @@ class OwnTrees:
         self._registry = registry
 
     def find(self, wrapper: PerRank, node: object, address: str) -> object:
-        """The tree to load into a per-rank value; `ABSENT`, with a difference if it is selected, where there is none."""
+        """The tree to load into a per-rank value; `ABSENT`, and recorded if it is selected, where there is none."""
         if type(node) is not PerRankMark:
-            found = f"{describe_node(node)} that all ranks share; load it without anyshard.PerRank"
-            self._findings.refuse(address, expected="a per-rank value", found=found)
+            shared = f"{describe_node(node)} that all ranks share; load it without anyshard.PerRank"
+            self._findings.refuse(address, expected="a per-rank value", found=shared)
             return ABSENT
         place, keys = self._place, self._keys.get(node.address, {})
         key = encode_key(wrapper, rank=place.rank, world_size=place.world_size, mesh=place.mesh, registry=self._registry)
-        if key in keys:
-            return self._read_tree(keys[key], node.address)
+        found = find_key(key, keys, has_mesh=bool(place.mesh))
+        if found is not None:
+            return self._read_tree(keys[found], node.address)
         if self._findings.selection.takes_whole(address):
-            expected, found = explain_missing_key(key, keys, address=address, registry=self._registry)
-            self._findings.differ(Mismatch.RANK, address, expected=expected, found=found)
+            self._miss(key, keys, address, is_given=wrapper.key is not None)
         return ABSENT
 
+    def _miss(self, key: bytes, keys: Iterable[bytes], address: str, *, is_given: bool) -> None:
+        """A new key is left alone if the load is not strict; without one, the ranks of the checkpoint are other ranks."""
+        if is_given and not self._findings.options.strict:
+            self._findings.match(address)
+            self._findings.miss(address)
+            return
+        expected, found = explain_missing_key(key, keys, address=address, registry=self._registry)
+        self._findings.differ(Mismatch.RANK, address, expected=expected, found=found)
+
     def _read_tree(self, rank: int, address: str) -> object:
-        trees = self._read(rank, section_of(address))
-        if address not in trees:
-            raise CheckpointDamaged(
-                f"{show(address)}: expected a tree among the values of rank {rank}, found none; load another checkpoint"
-            )
-        return trees[address]
+        return pick_own_tree(self._read(rank, section_of(address)), address, rank=rank)

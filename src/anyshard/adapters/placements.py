@@ -161,11 +161,13 @@ def regions_of(tensor: DTensor, address: str) -> LocalRegions:
     """The regions that this rank's local tensor holds, checked against its shape.
 
     Raises `UnsupportedValue` for a placement that is neither sharded nor replicated, `InvalidAppState` if the local tensor is
-    not of the shape that its placements give, which means that its elements are not where they say.
+    not of the shape that its placements give, or its mesh not in the order of ranks: its elements are not where they say.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     splits = [_read_placement(placement, tensor, address) for placement in placements]
     coordinate = mesh.get_coordinate()
+    if coordinate is not None:
+        _check_order(tensor, coordinate, address)
     here = None if coordinate is None else tuple(coordinate)
     regions = _find_regions(tuple(tensor.shape), tuple(splits), mesh_shape=tuple(mesh.shape), coordinate=here)
     with torch.no_grad():  # else the local tensor is a new node of the autograd graph
@@ -187,6 +189,21 @@ def is_sharded(tensor: DTensor) -> bool:
     """Whether the elements of a DTensor are spread over ranks; the same on each of them, whatever part it has."""
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
+
+
+def _check_order(tensor: DTensor, coordinate: Sequence[int], address: str) -> None:
+    """Refuse a mesh whose ranks do not rise, for torch does not agree with itself there on which part a rank holds.
+
+    FSDP2, `distribute_tensor` and `full_tensor` go by its rank in the process group of the axis, which sorts its ranks; local
+    shapes, and `distribute_tensor` with `src_data_rank=None`, go by its coordinate.
+    """
+    mesh = tensor.device_mesh
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate() and mesh.get_group(axis).rank() != coordinate[axis]:
+            raise InvalidAppState(
+                f"{show(address)}: expected a mesh whose ranks rise along every sharded axis, found {mesh}: torch places some "
+                "shards on it by rank and others by coordinate; build the mesh with its ranks in ascending order"
+            )
 
 
 def _read_placement(placement: Any, tensor: DTensor, address: str) -> Split | None:

@@ -46,15 +46,21 @@ class Survey:
 
 def survey(app_state: Mapping[str, object], registry: ValueRegistry) -> Survey:
     """Look over an app state; calls `state_dict` of each plain module, and no other method of the user's objects."""
+    check_app_state(app_state)
     surveyor = _Surveyor(registry)
-    if not isinstance(app_state, Mapping):
-        raise InvalidAppState(f"expected a mapping from names to objects as the app state, found {type(app_state).__name__}")
     for name, value in app_state.items():
-        if not isinstance(name, str) or not name:
-            raise InvalidAppState(f"expected top-level names of the app state to be non-empty str, found {name!r}; rename it")
         if holds(value, lambda leaf: is_object(leaf, registry) or is_dtensor(leaf)):
             surveyor.visit(value, component(name), frozenset())
     return Survey(registry, surveyor.views, surveyor.names, surveyor.holders, surveyor.mesh)
+
+
+def check_app_state(app_state: object) -> None:
+    """Raise `InvalidAppState` if this is no mapping from names."""
+    if not isinstance(app_state, Mapping):
+        raise InvalidAppState(f"expected a mapping from names to objects as the app state, found {type(app_state).__name__}")
+    for name in app_state:
+        if not isinstance(name, str) or not name:
+            raise InvalidAppState(f"expected top-level names of the app state to be non-empty str, found {name!r}; rename it")
 
 
 @final

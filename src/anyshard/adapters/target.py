@@ -42,9 +42,9 @@ class LoadTarget:
 
     `wanted` has the regions that this rank wants, by stored address with aliases resolved; its rows may repeat a region.
     `destinations` and `names` (the live address) are parallel to its rows. `ties` are pairs of stored runs that feed the same
-    memory: their bytes must be compared before the fill. `surplus` are addresses that only the checkpoint has, `unmatched` and
-    `unmatched_exclude` globs that matched nothing: on several ranks these are errors only if they are so on all. The rest is for
-    the report.
+    memory: their bytes must be compared before the fill. `surplus` and `surplus_extra_state` (of modules) are addresses that only
+    the checkpoint has, `unmatched` and `unmatched_exclude` globs that matched nothing: on several ranks these are errors only if
+    they are so on all. The rest is for the report.
     """
 
     wanted: ShardTable
@@ -54,6 +54,7 @@ class LoadTarget:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     surplus: tuple[str, ...]
+    surplus_extra_state: tuple[str, ...]
     unmatched: tuple[str, ...]
     unmatched_exclude: tuple[str, ...]
     not_asked_for: tuple[str, ...]
@@ -127,6 +128,7 @@ def _make_target(fills: Fills, findings: Findings, not_asked_for: tuple[str, ...
         missing=tuple(findings.missing),
         unexpected=tuple(findings.unexpected),
         surplus=tuple(findings.surplus),
+        surplus_extra_state=tuple(findings.surplus_extra_state),
         unmatched=unmatched,
         unmatched_exclude=unmatched_exclude,
         not_asked_for=not_asked_for,

@@ -21,6 +21,7 @@ from anyshard.errors import (
     CommitOutcomeUnknown,
     LimitExceeded,
     NotACheckpoint,
+    OperationFailed,
     StorageError,
     StorageStuck,
 )
@@ -68,34 +69,44 @@ def begin(store: Store, *, sections: Sequence[str], overwrite: bool, events: Emi
 
 @contextmanager
 def abandoning(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> Iterator[None]:
-    """Give the attempt up if the body fails: its files go, unless the save may exist, or the storage hangs.
+    """Give the attempt up if the body fails: its files go, unless the save may exist, or the storage hangs here.
 
     The body's error is the one raised; only where storage failed because somebody took the generation and cleaned, that is said.
     """
     try:
         yield
-    except CommitOutcomeUnknown:
-        raise
-    except StorageStuck as stuck:  # nothing more is asked of a storage that hangs, and what is still out may yet write there
-        stuck.add_note(f"files of attempt {attempt.id} may be left at {store.url}: a later clean removes them")
-        raise
     except BaseException as error:
+        own = own_error(error)
+        if isinstance(own, CommitOutcomeUnknown):
+            raise
+        if isinstance(own, StorageStuck):  # nothing more is asked of it, and what is still out may yet write there
+            error.add_note(f"files of attempt {attempt.id} may be left at {store.url}: a later clean removes them")
+            raise
         conflict = None
         try:
             abandon(store, attempt, events=events)
             conflict = _find_conflict(store, attempt) if isinstance(error, StorageError) else None
         except AnyshardError:
             logger.warning("%s: the files of attempt %s could not be removed", store.url, attempt.id, exc_info=True)
-        if conflict is not None:
+        if conflict is not None and isinstance(error, OperationFailed):  # which all ranks raise, so it stays what it is
+            error.add_note(f"Probably the reason: {conflict}")
+        elif conflict is not None:
             raise conflict from error
         raise
+
+
+def own_error(error: BaseException) -> BaseException | None:
+    """What went wrong in this process: of a failure that all ranks of a group raise its cause here, which is None elsewhere."""
+    return error.__cause__ if isinstance(error, OperationFailed) else error
 
 
 def abandon(store: Store, attempt: Attempt, *, events: Emitter = SILENT) -> tuple[str, ...]:
     """Delete the files of exactly this attempt if it is certain that it was not published; return their keys.
 
     The directories that were made for it go too, as far as they are empty and no other attempt is about to write there.
-    Only for the attempt's own process, once nothing of it is in flight. After `CommitOutcomeUnknown` it must not be called.
+    Only for the process that began it and would publish it, when that will not happen any more; so never after
+    `CommitOutcomeUnknown`. Other ranks may still be writing blobs of it: these belong to no checkpoint, each rank deletes its own
+    when it hears of the end, and a clean what is left by one that cannot.
     """
     owner = Owner(attempt.generation, attempt.id)
     if _may_be_ours(store, owner):

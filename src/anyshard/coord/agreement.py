@@ -35,7 +35,9 @@ class Agreement:
     failure a rank may delete what it wrote only if `decision` is `Decision.ABORT`.
     """
 
-    def __init__(self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(
+        self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...], Decision | None], None]
+    ) -> None:
         self._terms = terms
         self._members = terms.members
         self._watch = Watch(terms)
@@ -63,7 +65,7 @@ class Agreement:
                 self._settle_quietly(RuntimeError("left the operation before it was decided"))
         finally:
             self._failure = None  # it holds the frames of its traceback, and they this object
-            self._end(self._own_keys())
+            self._end(self._own_keys(), self.decision)
 
     def begin(self, verdict: Verdict | None) -> None:
         """Raise the failure that the operation has already ended with, or begin it (coordinator). By the group, once."""
@@ -171,6 +173,10 @@ class Agreement:
         """Raise the operation's failure if there is one by now. For long work between two messages; does not wait."""
         self._watch.look()
 
+    def was_announced(self, phase: str) -> bool:
+        """Whether the coordinator has announced this: others may have heard it even if the operation has failed since."""
+        return self._terms.store.get(self._terms.keys.announcement(phase)) is not None
+
     def decide(self) -> None:
         """Return once the decision is `COMMIT`, which the coordinator makes it by this call; raise the failure otherwise.
 
@@ -232,7 +238,7 @@ class Agreement:
     def _own_keys(self) -> tuple[str, ...]:
         """What this rank deletes when nobody can need it any more: the begin record first, which says so."""
         keys = self._terms.keys
-        return (keys.begin, *self._made, keys.waiting, keys.decision) if self._members.is_coordinator else tuple(self._made)
+        return (keys.begin, *self._made, keys.waiting) if self._members.is_coordinator else tuple(self._made)
 
     def _write(self, key: str, payload: bytes) -> None:
         assert key not in self._made, f"{key} was said already"

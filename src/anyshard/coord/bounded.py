@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 _Tasks = SimpleQueue[Callable[[], None] | None]
 
+MAX_ANSWER_S = 30.0  # a key-value store that takes longer for one call is lost
+
 _TURNS = 10  # in which a wait is cut
 
 

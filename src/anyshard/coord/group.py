@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from functools import partial
+from typing import NoReturn
 
 from anyshard.coord.agreement import Agreement
-from anyshard.coord.bounded import BoundedKeyValueStore, Caller
+from anyshard.coord.bounded import MAX_ANSWER_S, BoundedKeyValueStore, Caller
 from anyshard.coord.keys import OperationKeys, keys_of_group
 from anyshard.coord.looks import Patience, looks
 from anyshard.coord.members import COORDINATOR, Members
 from anyshard.coord.memory import MemoryKeyValueStore
 from anyshard.coord.protocol import KeyValueStore
 from anyshard.coord.roll_call import Guest, Host
-from anyshard.coord.verdict import Verdict, decode_verdict, give_up_on
+from anyshard.coord.verdict import ANY, Decision, Verdict, decode_verdict, give_up_on, make_late_error
 from anyshard.coord.watch import Terms
 
-_KEPT = 2  # operations whose keys stay for ranks that are late
+_KEPT = 2  # operations whose messages stay for ranks that are late
 _GRACE_S = 1.0  # for a rank that others have given up for missing
-_MAX_ANSWER_S = 30.0  # a key-value store that takes longer for one call is lost
 
 
 class Group:
@@ -38,7 +38,11 @@ class Group:
         self._guest = Guest(self._members, self._keys)
         self._incarnation = self._host.incarnation if self.is_coordinator else ""
         self._next = 1
+        self._num_vain = 0  # calls of this rank in which nobody let it in
+        self._num_behind = 0  # operations of the others before they let this rank in, less its own calls in vain
         self._ended: list[tuple[int, tuple[str, ...]]] = []
+        self._decided: list[int] = []  # operations whose decisions this coordinator has to delete
+        self._committed = 0  # the last operation that was: all ranks came to it
 
     @property
     def rank(self) -> int:
@@ -64,14 +68,15 @@ class Group:
         """Begin the operation that all ranks call `subject` (a line for messages, the same on every rank).
 
         Returns without waiting for anybody, but for the roll call before the first operation: `RankMissing` if it fails. Raises
-        the failure of the operation if the others have given it up before this rank came.
+        the failure of the operation if the others have given it up before this rank came; a rank that came too late for the
+        first one of the group, and finds the others in another, raises `RankMissing` alone.
         """
         patience = patience or Patience()
         store = self._bound(patience)
         if not self.is_coordinator:
             self._join(store, subject, patience)
         sequence, verdict = self._find_or_await_operation(store, subject, patience)
-        self._next = sequence + 1
+        self._next, self._num_behind = sequence + 1, 0
         self._forget(store, sequence)
         terms = Terms(self._members, store, self._keys_of(sequence), subject, patience)
         agreement = Agreement(terms, admit=partial(self._admit, store, sequence), end=partial(self._note_end, sequence))
@@ -83,10 +88,18 @@ class Group:
             stack.pop_all()
         return agreement
 
+    def refuse(self, error: Exception, *, patience: Patience | None = None) -> NoReturn:
+        """Make `error`, for which this rank cannot even say what it calls, the failure of the call that the others make.
+
+        Raises what they raise. In a group of one rank the error stays what it is.
+        """
+        with self.agree(ANY, patience=patience) as agreement:
+            agreement.fail("call", error)
+
     def _bound(self, patience: Patience) -> KeyValueStore:
         if not self._store.can_hang:
             return self._store
-        return BoundedKeyValueStore(self._store, self._caller, timeout_s=min(_MAX_ANSWER_S, patience.timeout_s))
+        return BoundedKeyValueStore(self._store, self._caller, timeout_s=min(MAX_ANSWER_S, patience.timeout_s))
 
     def _keys_of(self, sequence: int) -> OperationKeys:
         return self._keys.of_operation(self._incarnation, sequence)
@@ -94,16 +107,18 @@ class Group:
     def _join(self, store: KeyValueStore, subject: str, patience: Patience) -> None:
         welcome = self._guest.join(store, patience)
         if welcome is None:
+            self._num_vain += 1
             coordinator = (self.ranks[COORDINATOR],)
             raise give_up_on(subject, "begin", coordinator, timeout_s=patience.timeout_s).error(self.size)
         if welcome.incarnation != self._incarnation:
             self._incarnation, self._next = welcome.incarnation, welcome.sequence
+            self._num_behind, self._num_vain = welcome.sequence - 1 - self._num_vain, 0
             self._forget(store, None)
 
     def _find_or_await_operation(self, store: KeyValueStore, subject: str, patience: Patience) -> tuple[int, Verdict | None]:
         """As `_find_operation`. But others that gave up for want of this rank may be trying again just now."""
         found = self._find_operation(store, subject)
-        is_missed = found[1] is not None and self._members.job_rank in found[1].failures
+        is_missed = found[1] is not None and found[1].misses(self._members.job_rank)
         if is_missed and not self.is_coordinator:  # the coordinator could not see them
             for _ in looks(Patience(min(_GRACE_S, patience.timeout_s)), num_ranks=self.size):
                 found = self._find_operation(store, subject)
@@ -114,8 +129,10 @@ class Group:
     def _find_operation(self, store: KeyValueStore, subject: str) -> tuple[int, Verdict | None]:
         """Number of the operation that this call is about, and how it ended if it has.
 
-        Usually the next one. But a rank that did not come to some operations finds them given up: those about other subjects are
-        passed over, so that all ranks meet again in the next operation that they all come to.
+        Usually the next one. But a rank may find that operations were given up before it came. The first that concerns its
+        subject is its own, or calls would be paired that are not the same; only if that leaves it open, this rank may mean the
+        one that is under way. Those about other subjects are passed over, so that all ranks meet again in the next operation
+        that they all come to.
         """
         ours: tuple[int, Verdict | None] | None = None
         sequence = self._next
@@ -124,26 +141,50 @@ class Group:
             newest, begin, decision = store.get_many((keys.newest, keys.begin, keys.decision))
             if decision is not None:
                 verdict = decode_verdict(decision)
-                if verdict.concerns(subject):
+                if ours is None and verdict.concerns(subject):
                     ours = sequence, verdict
+                    if self.is_coordinator or not verdict.leaves_open(subject, job_rank=self._members.job_rank):
+                        return ours
                 elif self.is_coordinator:
-                    self._note_end(sequence, (keys.decision,))
-            elif begin is not None:  # under way; the subjects are compared by the agreement
-                is_ours = json.loads(begin)["subject"] == subject
-                return (sequence, None) if is_ours or ours is None else ours
+                    self._note_end(sequence)
+            elif begin is not None:
+                theirs = json.loads(begin)["subject"]
+                if theirs in (ANY, subject) or (subject == ANY and self._num_behind == 0):
+                    return sequence, None
+                if ours or self._num_behind == 0:
+                    return ours or (sequence, None)  # that it is another one, the agreement finds out
+                self._catch_up(store, keys, subject, theirs)
             elif newest is None or int(newest) < sequence or store.get(keys.begin) is not None:
                 return ours or (sequence, None)
             sequence += 1
 
+    def _catch_up(self, store: KeyValueStore, keys: OperationKeys, subject: str, theirs: str) -> None:
+        """At the first call in which this rank is let in: of it and the coordinator, let the one that is late fail alone."""
+        if self._num_behind > 0:
+            self._num_behind -= 1
+            raise make_late_error(subject, theirs, job_rank=self._members.job_rank)
+        self._num_behind += 1
+        store.set_if_absent(keys.decision, give_up_on(theirs, "begin", (self.ranks[COORDINATOR],)).encode())
+
     def _forget(self, store: KeyValueStore, sequence: int | None) -> None:
-        """Delete this rank's keys of operations that are over, all or those long before `sequence`."""
+        """Delete this rank's keys of operations that are over, all or those long before `sequence`.
+
+        Decisions stay until all ranks have come to a later operation: only they tell a late rank how its calls have ended.
+        """
         for end in [end for end in self._ended if sequence is None or end[0] < sequence - _KEPT]:
             self._ended.remove(end)  # not by making a new list: another thread may add to this one
             for key in end[1]:
                 store.delete(key)
+        for decided in [decided for decided in self._decided if decided < min(sequence or 0, self._committed) - _KEPT]:
+            self._decided.remove(decided)
+            store.delete(self._keys_of(decided).decision)
 
-    def _note_end(self, sequence: int, keys: tuple[str, ...]) -> None:
+    def _note_end(self, sequence: int, keys: tuple[str, ...] = (), decision: Decision | None = None) -> None:
         self._ended.append((sequence, keys))
+        if self.is_coordinator:
+            self._decided.append(sequence)
+        if decision is Decision.COMMIT:
+            self._committed = max(self._committed, sequence)
 
     def _admit(self, store: KeyValueStore, sequence: int, ranks: tuple[int, ...]) -> None:
         self._host.welcome(store, ranks, sequence=sequence)

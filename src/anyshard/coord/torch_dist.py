@@ -5,15 +5,18 @@ The only file that needs a private name of torch (the default store), asked for 
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from anyshard.coord.bounded import MAX_ANSWER_S, Caller
 from anyshard.coord.group import Group, make_lone_group
 from anyshard.errors import InvalidOption, KeyValueStoreLost
 
@@ -78,22 +81,22 @@ class TorchKeyValueStore:
         return [*self._get_batch(keys[:half]), *self._get_batch(keys[half:])]
 
 
-def make_group(group: GroupLike = None) -> Group:
+def make_group(group: GroupLike = None, *, timeout_s: float = MAX_ANSWER_S) -> Group:
     """The group of a process group, of a list of ranks, or (None) of all ranks; without torch.distributed, of this process alone.
 
     Make it once and keep it as long as torch's default process group: it counts the operations of its ranks. A list is sorted.
+    Raises `KeyValueStoreLost` if the job's store does not answer, at the latest after `timeout_s`.
     """
     ranks = find_ranks(group)
     if len(ranks) == 1:
         return make_lone_group(ranks[0])
-    return Group(ranks.index(dist.get_rank()), ranks, open_job_store())
+    return Group(ranks.index(dist.get_rank()), ranks, open_job_store(min(timeout_s, MAX_ANSWER_S)))
 
 
 def find_ranks(group: GroupLike) -> tuple[int, ...]:
     """The ranks of a group as `make_group` takes it, by their numbers in the job and sorted; this process's is one of them."""
     if not _is_in_job():
-        if group is not None:
-            raise InvalidOption(f"group: expected None outside torch.distributed, found {group!r}; call init_process_group first")
+        _check_alone(group)
         return (0,)
     ranks = _list_ranks(group)
     if dist.get_rank() not in ranks:
@@ -112,22 +115,39 @@ def job_token() -> object:
     return weakref.ref(dist.group.WORLD) if _is_in_job() and dist.group.WORLD else None
 
 
-def open_job_store() -> TorchKeyValueStore:
+def open_job_store(timeout_s: float = MAX_ANSWER_S) -> TorchKeyValueStore:
     """The store of the default process group through a connection of its own, so that no wait of the job and of ours meet."""
     store = TorchKeyValueStore(_find_default_store())
     try:
-        clone = store.clone()
-        clone.get("anyshard/probe")
+        return Caller().ask(partial(_connect, store), timeout_s)
     except (KeyValueStoreLost, NotImplementedError, AttributeError) as error:
+        if isinstance(error, KeyValueStoreLost) and isinstance(error.__cause__, dist.DistError | None):
+            raise  # no answer, or torch's word for a broken connection
         raise InvalidOption(
             f"torch.distributed: expected a store with clone, compare_set, check and delete_key, found that this job's "
             f"store fails ({error}); start the job with torchrun, or with init_method tcp://, file:// or env://"
         ) from error
+
+
+def _connect(store: TorchKeyValueStore) -> TorchKeyValueStore:
+    clone = store.clone()
+    clone.get("anyshard/probe")
     return clone
 
 
 def _is_in_job() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _check_alone(group: GroupLike) -> None:
+    if group is not None:
+        raise InvalidOption(f"group: expected None outside torch.distributed, found {group!r}; call init_process_group first")
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:  # or each rank would save all by itself, to the same place
+        raise InvalidOption(
+            f"torch.distributed: expected it to be initialised in a job of {size} ranks (WORLD_SIZE), found that it is not; call "
+            "init_process_group first. A process that is meant to save or load alone unsets WORLD_SIZE"
+        )
 
 
 def _list_ranks(group: GroupLike) -> tuple[int, ...]:

@@ -7,9 +7,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anyshard.errors import OperationFailed, RankMissing, make_failure, name_kind
+from anyshard.errors import OperationFailed, RankMissing, StructureChanged, make_failure, name_kind
+
+ANY = "the call"  # the subject of a rank whose call failed before it could say what it was about
 
 _MAX_TEXT = 4000  # characters of one rank's failure
+_HINTS = {
+    RankMissing.__name__: " (all ranks must call it, and take part to its end)",
+    StructureChanged.__name__: " (the next save plans afresh)",
+}
 
 
 class Decision(enum.StrEnum):
@@ -38,8 +44,21 @@ class Verdict:
     other_subject: str | None = None
 
     def concerns(self, subject: str) -> bool:
-        """Whether a rank that is about `subject` has to do with this operation."""
-        return subject in (self.subject, self.other_subject)
+        """Whether this may be the end of the call of a rank that is about `subject`.
+
+        If ranks took the operation for different things, each that comes later has been awaited in it, whatever it is about.
+        """
+        return self.other_subject is not None or ANY in (subject, self.subject) or subject == self.subject
+
+    def leaves_open(self, subject: str, *, job_rank: int) -> bool:
+        """Whether that rank may mean a later operation all the same: it was missing in this one, or is about a third thing."""
+        if self.other_subject is not None:
+            return subject not in (ANY, self.subject, self.other_subject)
+        return self.misses(job_rank)
+
+    def misses(self, job_rank: int) -> bool:
+        """Whether the operation was given up because this rank was not heard of."""
+        return self.kind == RankMissing.__name__ and job_rank in self.failures
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -50,7 +69,7 @@ class Verdict:
     def error(self, num_ranks: int) -> OperationFailed:
         """The error that every rank raises."""
         ends = {
-            Decision.ABORT: f"was given up on all {num_ranks} ranks",
+            Decision.ABORT: f"was given up on all {num_ranks} ranks{_HINTS.get(self.kind, '')}",
             Decision.UNKNOWN: "failed; only the storage can tell whether it was committed",
             Decision.COMMIT: "is decided on, but failed on this rank",
         }
@@ -71,7 +90,14 @@ def give_up(subject: str, phase: str, error: BaseException, *, job_rank: int) ->
     return Verdict(Decision.ABORT, subject, name_kind(error), failures or {job_rank: text[:_MAX_TEXT]})
 
 
-def give_up_on(subject: str, phase: str, job_ranks: tuple[int, ...], *, timeout_s: float) -> Verdict:
-    """The abort because ranks are missing."""
-    text = f"{phase}: {RankMissing.__name__}: not heard of within {timeout_s:g} s"
+def give_up_on(subject: str, phase: str, job_ranks: tuple[int, ...], *, timeout_s: float | None = None) -> Verdict:
+    """The abort because ranks are missing: after so long, or (None) for longer than this rank could wait in earlier calls."""
+    heard = "not heard of in time" if timeout_s is None else f"not heard of within {timeout_s:g} s"
+    text = f"{phase}: {RankMissing.__name__}: {heard}"
     return Verdict(Decision.ABORT, subject, RankMissing.__name__, dict.fromkeys(job_ranks, text))
+
+
+def make_late_error(subject: str, theirs: str, *, job_rank: int) -> RankMissing:
+    """The error of a rank that comes to its group when the others have had operations without it and are about `theirs`."""
+    text = f"begin: {RankMissing.__name__}: came too late: the others had operations without it and are in {theirs!r} by now"
+    return RankMissing(f"{subject} failed on this rank alone, whose next call meets the others:", {job_rank: text})

@@ -11,7 +11,7 @@ from anyshard.coord.keys import OperationKeys
 from anyshard.coord.looks import Patience
 from anyshard.coord.members import COORDINATOR, Members
 from anyshard.coord.protocol import KeyValueStore
-from anyshard.coord.verdict import Decision, Verdict, decode_verdict
+from anyshard.coord.verdict import ANY, Decision, Verdict, decode_verdict
 from anyshard.errors import OperationFailed
 
 
@@ -90,7 +90,7 @@ class Watch:
             return
         record = json.loads(begin)
         self.id = record["id"]
-        if record["subject"] != self.terms.subject:
+        if record["subject"] not in (ANY, self.terms.subject):
             self._disagree(record["subject"])
 
     def _disagree(self, subject: str) -> None:

@@ -113,6 +113,15 @@ class Crew:
                 "option threads= or ANYSHARD_STORAGE_THREADS, or raise the limit of this process (ulimit -u, pids.max)"
             )
 
+    def finish(self, check: Callable[[], None]) -> None:
+        """Wait until all that was submitted is done. `check` is called now and then; what it raises ends the wait."""
+
+        def attempt(timeout_s: float) -> bool | None:
+            check()
+            return self._await_rest(timeout_s)
+
+        self.wait_for(attempt)
+
     def check(self) -> None:
         """Raise the first error, if there is one."""
         if self._failure is not None:

@@ -9,7 +9,8 @@ quicker of the two (4.5 against 3.5 GB/s), as the kernel's copy into cold memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,14 +36,23 @@ _SHOWN = 5
 _TAIL_SLACK_NBYTES = 16 * BLOB_ALIGNMENT  # padding and footer
 
 
+def _go_on() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class ReadJob:
-    """What is the same for all reads of one load. All blobs that are opened with it share `files`, so as to keep few open."""
+    """What is the same for all reads of one load. All blobs that are opened with it share `files`, so as to keep few open.
+
+    `check` is called again and again by the thread that waits for reads: what it raises ends them, as when another rank has
+    failed.
+    """
 
     threads: int = 4
     events: Emitter = SILENT
     patience: Patience = field(default_factory=Patience)
     files: OpenFiles = field(default_factory=OpenFiles)
+    check: Callable[[], None] = _go_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,33 +90,52 @@ class OpenBlob:
 
 @contextmanager
 def open_blobs(store: Store, manifest: Manifest, *, blobs: Sequence[int], job: ReadJob, pool: BlockPool) -> Iterator[OpenBlobs]:
-    """Open the blobs at these positions of the manifest's list and check them: length, tail, head, and who wrote them.
-
-    What was opened stays readable to the end of the context, whatever happens to its name; beyond the number of files that the
-    job keeps open, a blob that was removed or replaced meanwhile is `CheckpointReplaced`. Raises `CheckpointDamaged`.
-    """
-    opened: dict[int, OpenBlob] = {}
-    readers = {blob: SharedReader(store, manifest.blobs[blob], job.files) for blob in blobs}
+    """Open the blobs at these positions of the manifest's list, to the end of the context; see `OpenBlobs.open`."""
+    opened = OpenBlobs(store, manifest, job=job, pool=pool)
     try:
-        with Crew(min(job.threads, max(1, len(blobs))), name="anyshard-open", patience=job.patience) as crew:
-            for blob, reader in readers.items():
-                crew.submit(partial(_open_blob, manifest, blob, reader, crew=crew, into=opened))
-        yield OpenBlobs(manifest, opened, job=job, pool=pool)
+        opened.open(blobs)
+        yield opened
     finally:
-        for reader in readers.values():
-            reader.close()
+        opened.close()
 
 
 class OpenBlobs:
-    """The open blobs of one manifest; made by `open_blobs`."""
+    """The blobs of one manifest that were opened so far; made by `open_blobs`."""
 
-    def __init__(self, manifest: Manifest, blobs: Mapping[int, OpenBlob], *, job: ReadJob, pool: BlockPool) -> None:
+    def __init__(self, store: Store, manifest: Manifest, *, job: ReadJob, pool: BlockPool) -> None:
+        self._store = store
         self._manifest = manifest
-        self._blobs = blobs
         self._job = job
         self._pool = pool
-        self._tails = {position: blob.tail for position, blob in blobs.items()}
-        self._layouts = {position: BlobLayout.of(tail) for position, tail in self._tails.items()}
+        self._first: dict[tuple[str, int], int] = {}
+        for position, entry in enumerate(manifest.blobs):
+            self._first.setdefault((entry.section, entry.rank), position)
+        self._lock = threading.Lock()
+        self._blobs: dict[int, OpenBlob] = {}
+        self._tails: dict[int, Tail] = {}
+        self._layouts: dict[int, BlobLayout] = {}
+
+    def open(self, blobs: Iterable[int]) -> None:
+        """Open those that are not open yet and check them: length, tail, head, and who wrote them; all of them or none.
+
+        What was opened stays readable until `close`, whatever happens to its name; beyond the number of files that the job
+        keeps open, a blob that was removed or replaced meanwhile is `CheckpointReplaced`. Raises `CheckpointDamaged`.
+        """
+        with self._lock:
+            entries, files = self._manifest.blobs, self._job.files
+            readers = {blob: SharedReader(self._store, entries[blob], files) for blob in blobs if blob not in self._blobs}
+            try:
+                opened = self._open_all(readers)
+            except BaseException:
+                _close_all(readers.values())
+                raise
+            self._tails |= {blob: each.tail for blob, each in opened.items()}
+            self._layouts |= {blob: BlobLayout.of(each.tail) for blob, each in opened.items()}
+            self._blobs |= opened
+
+    def close(self) -> None:
+        """No further read; files are closed once no thread reads from them."""
+        _close_all(blob.reader for blob in self._blobs.values())
 
     @property
     def tails(self) -> Mapping[int, Tail]:
@@ -118,9 +147,17 @@ class OpenBlobs:
         """What planning needs of the tails."""
         return self._layouts
 
+    def find_first(self, section: str, rank: int) -> int:
+        """The position of the first blob that `rank` wrote of a section: the one with its values."""
+        if (section, rank) not in self._first:
+            raise CheckpointDamaged(
+                f"expected blobs of rank {rank} in section {show(section)}, found none in the manifest; load another checkpoint"
+            )
+        return self._first[section, rank]
+
     def read_values(self, section: str, *, rank: int = 0) -> bytes:
-        """The verified payload of the values slot of a section, as `rank` wrote it."""
-        blob = self._blobs[self._find_first(section, rank)]
+        """The verified payload of the values slot of a section, as `rank` wrote it; that blob is open."""
+        blob = self._blobs[self.find_first(section, rank)]
         if blob.tail.identity.k != 0:
             raise _damaged(blob.entry, "the first blob of its section, k =", 0, blob.tail.identity.k)
         position, nbytes = int(blob.tail.position[-1]), int(blob.tail.nbytes[-1])
@@ -130,6 +167,7 @@ class OpenBlobs:
         data = memoryview(bytearray(stop - start))
         with Crew(1, name="anyshard-read", patience=self._job.patience) as crew:  # so that a stuck read ends
             crew.submit(partial(_read_checked, blob, start, data, crew=crew))
+            crew.finish(self._job.check)
         return bytes(data[position - start : position - start + nbytes])
 
     def verify(self, plan: LoadPlan) -> None:
@@ -144,6 +182,14 @@ class OpenBlobs:
         """
         self._run(_Run(plan, self._blobs, Placer(plan, destinations)))
 
+    def _open_all(self, readers: Mapping[int, SharedReader]) -> dict[int, OpenBlob]:
+        opened: dict[int, OpenBlob] = {}
+        with Crew(min(self._job.threads, max(1, len(readers))), name="anyshard-open", patience=self._job.patience) as crew:
+            for blob, reader in readers.items():
+                crew.submit(partial(_open_blob, self._manifest, blob, reader, crew=crew, into=opened))
+            crew.finish(self._job.check)
+        return opened
+
     def _run(self, run: _Run) -> None:
         nbytes = run.plan.reads.stop - run.plan.reads.start
         assert nbytes.max(initial=0) <= self._pool.block_nbytes, "a read is longer than a block"
@@ -154,6 +200,7 @@ class OpenBlobs:
             with crew:
                 for read in range(len(run.plan.reads)):
                     crew.submit(partial(run.do, read, crew=crew, loan=loan, events=self._job.events))
+                crew.finish(self._job.check)
         except BaseException as error:
             try:
                 run.close(self._job.patience.timeout_s)
@@ -163,10 +210,6 @@ class OpenBlobs:
             raise
         finally:
             loan.settle(is_in_use=crew.has_stragglers)
-
-    def _find_first(self, section: str, rank: int) -> int:
-        entries = self._manifest.blobs
-        return next(i for i, entry in enumerate(entries) if (entry.section, entry.rank) == (section, rank))
 
 
 class _Run:
@@ -193,6 +236,11 @@ class _Run:
         """Nothing is placed any more, not even by a thread that was left behind; `StorageStuck` if one cannot be waited for."""
         if self._placer is not None:
             self._placer.close(timeout_s)
+
+
+def _close_all(readers: Iterable[SharedReader]) -> None:
+    for reader in readers:
+        reader.close()
 
 
 def _read_checked(blob: OpenBlob, start: int, out: memoryview, *, crew: Crew) -> None:

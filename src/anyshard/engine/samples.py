@@ -74,6 +74,13 @@ def list_row_digests(
     return {number: {address: own.digest() for address, own in of_set.items()} for number, of_set in digests.items()}
 
 
+def digest_source(source: Source) -> bytes:
+    """A digest of all bytes of a source, equal for equal bytes."""
+    digest = xxhash.xxh3_64()
+    _update(digest, _read_all(source, memoryview(bytearray(min(source.nbytes, _PIECE_NBYTES)))))
+    return digest.digest()
+
+
 def _update(digest: xxhash.xxh3_64, pieces: Iterator[memoryview]) -> None:
     for piece in pieces:
         digest.update(piece)

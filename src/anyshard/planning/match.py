@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,12 +15,23 @@ from anyshard.records.regions import difference, find_overlaps, overlap, volume
 from anyshard.records.tables import NOT_AN_ALIAS, Index, IntColumn, ShardTable, TensorTable, expand_ranges, pad_columns
 
 
-def match_shards(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLayout]) -> ReadItems:
-    """All overlaps of wanted and stored shards of equal address, ordered by blob, then position.
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """All overlaps of wanted and stored shards of equal address, as pairs of rows: of `shards`, and of the index."""
 
-    An alias of the checkpoint counts as the tensor it is tied to. Raises `CheckpointDamaged` if the index names a slot that
-    `layouts` lacks or that has another length.
-    """
+    shards: ShardTable
+    index: Index
+    wanted: IntColumn
+    stored: IntColumn
+
+    def list_blobs(self) -> list[int]:
+        """The blobs that hold wanted bytes."""
+        blobs: list[int] = np.unique(self.index.blob[self.stored]).tolist()
+        return blobs
+
+
+def match_shards(wanted: ShardTable, index: Index) -> Matches:
+    """Find what is wanted in the index. An alias of the checkpoint counts as the tensor it is tied to."""
     stored = index.shards
     w_tensor = _find_stored(wanted, stored.tensors)
     # Only rows of tensors that both sides have are looked at: reading one tensor must not cost a look at all.
@@ -34,21 +46,34 @@ def match_shards(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLay
         np.column_stack([stored.tensor[s_rows], s_offsets]),
         np.insert(s_lengths, 0, 1, axis=1),
     )
-    itemsize = _itemsizes(stored.tensors, stored.tensor[s_rows[b]])
-    position = _find_positions(index, s_rows[b], volume(np.column_stack([s_lengths[b], itemsize])), layouts)
-    order = np.lexsort((a, position, index.blob[s_rows[b]]))
-    a, b, position, itemsize = a[order], b[order], position[order], itemsize[order]
-    offsets, lengths, _ = overlap(w_offsets[a], w_lengths[a], s_offsets[b], s_lengths[b])
+    return Matches(wanted, index, w_rows[a], s_rows[b])
+
+
+def locate(matches: Matches, layouts: Mapping[int, BlobLayout]) -> ReadItems:
+    """Where the bytes of all overlaps are, ordered by blob, then position.
+
+    Raises `CheckpointDamaged` if the index names a slot that `layouts` lacks or that has another length.
+    """
+    index, shards = matches.index, matches.index.shards
+    width = max(matches.shards.offsets.shape[1], shards.offsets.shape[1])
+    itemsize = _itemsizes(shards.tensors, shards.tensor[matches.stored])
+    nbytes = volume(np.column_stack([shards.lengths[matches.stored], itemsize]))
+    position = _find_positions(index, matches.stored, nbytes, layouts)
+    order = np.lexsort((matches.wanted, position, index.blob[matches.stored]))
+    wanted, stored = matches.wanted[order], matches.stored[order]
+    w_offsets, w_lengths = _take(matches.shards, wanted, width)
+    s_offsets, s_lengths = _take(shards, stored, width)
+    offsets, lengths, _ = overlap(w_offsets, w_lengths, s_offsets, s_lengths)
     return ReadItems(
-        wanted=w_rows[a],
-        stored=s_rows[b],
-        blob=index.blob[s_rows[b]],
-        position=position,
-        itemsize=itemsize,
-        ndims=stored.tensors.ndims[stored.tensor[s_rows[b]]].astype(np.int64),
-        wanted_offsets=offsets - w_offsets[a],
-        stored_offsets=offsets - s_offsets[b],
-        stored_lengths=s_lengths[b],
+        wanted=wanted,
+        stored=stored,
+        blob=index.blob[stored],
+        position=position[order],
+        itemsize=itemsize[order],
+        ndims=shards.tensors.ndims[shards.tensor[stored]].astype(np.int64),
+        wanted_offsets=offsets - w_offsets,
+        stored_offsets=offsets - s_offsets,
+        stored_lengths=s_lengths,
         lengths=lengths,
     )
 

@@ -34,14 +34,23 @@ def find_part_sets(lists: Sequence[PartList]) -> PartSets:
     for number, parts in enumerate(distinct):
         for key in _list_keys(parts):
             holders.setdefault(key, []).append(number)
-    sizes = {tuple(numbers): sum(count[id(distinct[number])] for number in numbers) for numbers in holders.values()}
+    held_by = {key: tuple(numbers) for key, numbers in holders.items()}
+    sizes = {numbers: sum(count[id(distinct[number])] for number in numbers) for numbers in dict.fromkeys(held_by.values())}
     sets = {numbers: place for place, numbers in enumerate(numbers for numbers, size in sizes.items() if size > 1)}
-    columns = {
-        id(parts): np.array([sets.get(tuple(holders[key]), NO_SET) for key in _list_keys(parts)], dtype=np.int64)
-        for parts in distinct
-    }
+    set_of = {key: sets.get(numbers, NO_SET) for key, numbers in held_by.items()}
+    columns = {id(parts): np.array([set_of[key] for key in _list_keys(parts)], dtype=np.int64) for parts in distinct}
     num_holders = np.array([sizes[numbers] for numbers in sets], dtype=np.int64)
     return PartSets(tuple(columns[id(parts)] for parts in lists), num_holders)
+
+
+def join_part_sets(one: PartSets, other: PartSets) -> PartSets:
+    """The sets of both, for ranks whose parts in `one` come before those in `other`."""
+    offset = len(one.num_holders)
+    columns = (
+        np.concatenate([first, np.where(second == NO_SET, NO_SET, second + offset)])
+        for first, second in zip(one.of_rank, other.of_rank, strict=True)
+    )
+    return PartSets(tuple(columns), np.concatenate([one.num_holders, other.num_holders]))
 
 
 def digest_part_sets(parts: PartList, part_set: IntColumn) -> dict[int, SetDigest]:

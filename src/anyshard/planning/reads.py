@@ -16,20 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.errors import LimitExceeded
-from anyshard.planning.match import find_uncovered, match_shards
+from anyshard.planning.match import Matches, find_uncovered, locate
 from anyshard.records.load_plan import NOT_DENSE, BlobLayout, LoadPlan, Pieces, ReadItems, ReadLimits, Reads
 from anyshard.records.regions import dense_strides, flat_span
-from anyshard.records.tables import Index, IntColumn, ShardTable, expand_ranges, pad_columns
+from anyshard.records.tables import IntColumn, ShardTable, expand_ranges, pad_columns
 
 
-def plan_reads(wanted: ShardTable, index: Index, layouts: Mapping[int, BlobLayout], *, limits: ReadLimits) -> LoadPlan:
+def plan_reads(matches: Matches, layouts: Mapping[int, BlobLayout], *, limits: ReadLimits) -> LoadPlan:
     """Plan reads so that every wanted element that is stored is placed exactly once, from bytes that whole cells verify.
 
-    `wanted` names tensors by stored addresses, and may want a region several times. `layouts` has every blob that holds wanted
-    bytes. Raises `CheckpointDamaged` if index and tails disagree or stored shards overlap in a wanted region, `LimitExceeded` if
-    cells are longer than a block. What no stored shard holds is listed in the plan as `uncovered`.
+    What is wanted may name a region several times. `layouts` has every blob that holds wanted bytes. Raises `CheckpointDamaged`
+    if index and tails disagree or stored shards overlap in a wanted region, `LimitExceeded` if cells are longer than a block.
+    What no stored shard holds is listed in the plan as `uncovered`.
     """
-    items = match_shards(wanted, index, layouts)
+    wanted = matches.shards
+    items = locate(matches, layouts)
     line = _make_line(items, layouts, limits)
     spans = _find_spans(items, wanted)
     runs = _find_runs(items, line, limits)

@@ -75,18 +75,16 @@ def check_slots(index: Index, tails: Mapping[int, Tail], *, files: Sequence[str]
         raise CheckpointDamaged(
             f"index: {_show(index, row)}: expected one of {len(files)} blobs, found {index.blob[row]}", file="index"
         )
-    for blob, rows in _rows_by_blob(index):
-        if blob in tails:
-            _check_blob(index, rows, tails[blob], files[blob])
+    for blob, rows in _rows_by_blob(index, list(tails)):
+        _check_blob(index, rows, tails[blob], files[blob])
 
 
-def _rows_by_blob(index: Index) -> Iterator[tuple[int, IntColumn]]:
-    """For each blob its rows of the index."""
-    order = np.argsort(index.blob, kind="stable")
-    blobs, starts = np.unique(index.blob[order], return_index=True)
-    for blob, rows in zip(blobs.tolist(), np.split(order, starts[1:]), strict=False):
-        if blob != NO_BLOB:
-            yield blob, rows
+def _rows_by_blob(index: Index, blobs: list[int]) -> Iterator[tuple[int, IntColumn]]:
+    """For each of these blobs that has any its rows of the index."""
+    rows = np.flatnonzero(np.isin(index.blob, blobs))
+    rows = rows[np.argsort(index.blob[rows], kind="stable")]
+    found, starts = np.unique(index.blob[rows], return_index=True)
+    return zip(found.tolist(), np.split(rows, starts[1:]), strict=False)
 
 
 def _check_blob(index: Index, rows: IntColumn, tail: Tail, file: str) -> None:

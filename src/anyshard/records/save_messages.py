@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
+from anyshard.records.addresses import section_directory
 from anyshard.records.manifest import BlobEntry
+from anyshard.records.names import blob_name
 from anyshard.records.packed import T, read_record
 
 
@@ -28,7 +30,7 @@ class StructurePost(Message, frozen=True):
     """The structure of a rank: the id of the plan that it has for it, or why it has none and where the parts are shared.
 
     `vocabulary`, `rows` (see records/table_codec.py) and `parts` (the part list of its value trees) are digests of shared
-    messages; `keys` are those of its per-rank values by address.
+    messages; `keys` are those of its per-rank values by address, which take `values_nbytes` in a file.
     """
 
     plan: str
@@ -37,9 +39,10 @@ class StructurePost(Message, frozen=True):
     rows: str = ""
     parts: str = ""
     keys: Mapping[str, bytes] = {}
+    values_nbytes: int = 0
 
 
-class PlanPart(Message, frozen=True):
+class LocalPlan(Message, frozen=True):
     """A rank's part of a new plan: what it writes (see planning/rank_plan.py), which parts of value trees it owns, their sets."""
 
     plan: str
@@ -49,12 +52,17 @@ class PlanPart(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """The coordinator has begun: under which plan, as which attempt at which generation."""
+    """The coordinator has begun: under which plan, as which attempt at which generation, and how all ranks compare replicas."""
 
     plan: str
     is_new: bool
     generation: int
     attempt: str
+    replica_check: Literal["sample", "full", "off"]
+
+    def name_blob(self, section: str, rank: int, k: int) -> str:
+        """The name of blob `k` of a rank in a section of this attempt."""
+        return blob_name(section_directory(section), rank, k=k, generation=self.generation, attempt=self.attempt)
 
 
 _Entry: TypeAlias = tuple[str, str, int, int, int, str]

@@ -70,6 +70,15 @@ def decode_section(data: bytes, *, registry: ValueRegistry, file: str) -> Sectio
         raise CheckpointDamaged(f"{show(file)}: {error}; load another checkpoint", file=file) from None
 
 
+def pick_own_tree(trees: Mapping[str, object], address: str, *, rank: int) -> object:
+    """The tree of a rank that is named among the keys of a per-rank value; `CheckpointDamaged` if that rank has none."""
+    if address not in trees:
+        raise CheckpointDamaged(
+            f"{show(address)}: expected a tree among the values of rank {rank}, found none; load another checkpoint"
+        )
+    return trees[address]
+
+
 def _read_map(value: object) -> dict[str, Any]:
     if type(value) is not dict or set(map(type, value)) - {str}:
         raise ValueError(f"expected a map with string keys, found {type(value).__name__}")

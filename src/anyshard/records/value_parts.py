@@ -7,8 +7,9 @@ it; a tree that is no such dict is one part with the path (). Parts of several r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeGuard
 
@@ -16,7 +17,7 @@ import msgspec
 import xxhash
 
 from anyshard.errors import CheckpointDamaged
-from anyshard.records.addresses import component, join_address, show
+from anyshard.records.addresses import component, join_address, show, split_address, unescape
 from anyshard.records.packed import pack_message, read_record, refusal, unpack_message
 from anyshard.records.values import ValueRegistry
 from anyshard.records.values_encoder import Encoder
@@ -24,8 +25,11 @@ from anyshard.records.values_kinds import Code
 from anyshard.records.values_types import PerRankMark, TensorMark, ValueLimits
 
 Path: TypeAlias = tuple[str, ...]
+_Part: TypeAlias = tuple[Path, object]
+_IsApart: TypeAlias = Callable[[Path, dict[str, Any]], bool]
 
 DIGEST_NBYTES = 8
+OWN_PARTS = ""  # stands in a part list for the section of per-rank values, for no section is called so
 EMPTY_DICT_DIGEST = xxhash.xxh3_64_digest(b"\x80")  # of the one part that may stand where another rank has further parts
 
 _LIMITS = ValueLimits()
@@ -45,8 +49,8 @@ class PartList:
 
     @property
     def structure(self) -> str:
-        """A hex digest of the sections and paths alone."""
-        return _hex([(section, list(parts)) for section, parts in self.parts.items()])
+        """A hex digest of the sections, the paths, and which parts are the empty dict: others may have keys where it is."""
+        return _hex([(section, list(parts), _list_empty(parts)) for section, parts in self.parts.items()])
 
     @property
     def digest(self) -> str:
@@ -63,6 +67,10 @@ class _Lists(msgspec.Struct, array_like=True):
     sections: dict[str, _Columns]
 
 
+def _list_empty(parts: Mapping[Path, bytes]) -> list[int]:
+    return [place for place, digest in enumerate(parts.values()) if digest == EMPTY_DICT_DIGEST]
+
+
 def _hex(facts: object) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(facts))
 
@@ -72,16 +80,45 @@ def list_parts(trees: Mapping[str, object], *, registry: ValueRegistry, branches
 
     `branches` are addresses of dicts that are taken apart although no mark lies below them.
     """
-    own = frozenset(branches)
-    return PartList({name: _digest_parts(name, list(_cut(trees[name], (), name, own)), registry) for name in sorted(trees)})
+    return PartList({name: _digest_parts(name, parts, registry) for name, parts in _cut_all(trees, branches)})
+
+
+def list_paths(trees: Mapping[str, object], *, branches: Collection[str] = ()) -> PartList:
+    """The parts of all trees for a rank that compares with nobody: a digest says only whether the part is an empty dict."""
+    digests = {True: EMPTY_DICT_DIGEST, False: bytes(DIGEST_NBYTES)}
+    return PartList({name: {path: digests[_is_empty(part)] for path, part in parts} for name, parts in _cut_all(trees, branches)})
+
+
+def list_own_parts(own: Mapping[str, tuple[bytes, bytes]]) -> PartList:
+    """Per-rank values as parts of a list of their own: address -> key and digest. Equal addresses and keys are equal parts."""
+    parts: dict[Path, bytes] = {(address, key.hex()): digest for address, (key, digest) in sorted(own.items())}
+    return PartList({OWN_PARTS: parts} if parts else {})
 
 
 def list_leaves(trees: Mapping[str, object], *, registry: ValueRegistry) -> PartList:
     """As `list_parts`, with every dict taken apart: to say which of the values within a part differ."""
-    return PartList({name: _digest_parts(name, _walk(trees[name], ()), registry) for name in sorted(trees)})
+    return PartList({name: _digest_parts(name, _cut(trees[name], lambda *_: True), registry) for name in sorted(trees)})
 
 
-def _digest_parts(section: str, parts: Iterable[tuple[Path, object]], registry: ValueRegistry) -> dict[Path, bytes]:
+def _cut_all(trees: Mapping[str, object], branches: Collection[str]) -> Iterator[tuple[str, Iterator[_Part]]]:
+    routes = [tuple(map(unescape, split_address(address))) for address in branches]
+    for name in sorted(trees):
+        ends = [path for section, *path in routes if section == name and _leads_to_dict(trees[name], path)]
+        opened = {tuple(path[:length]) for path in ends for length in range(len(path) + 1)}
+        yield name, _cut(trees[name], partial(_is_opened, opened))
+
+
+def _leads_to_dict(tree: object, path: Sequence[str]) -> bool:
+    for key in path:
+        tree = tree.get(key) if type(tree) is dict else None
+    return type(tree) is dict
+
+
+def _is_opened(opened: Collection[Path], path: Path, tree: dict[str, Any]) -> bool:
+    return path in opened or _holds_mark(tree)
+
+
+def _digest_parts(section: str, parts: Iterable[_Part], registry: ValueRegistry) -> dict[Path, bytes]:
     digests: dict[Path, bytes] = {}
     for path, part in parts:
         if type(part) is TensorMark:  # nearly all parts are marks
@@ -94,33 +131,55 @@ def _digest_parts(section: str, parts: Iterable[tuple[Path, object]], registry: 
     return digests
 
 
-def _cut(tree: object, path: Path, section: str, branches: frozenset[str]) -> list[tuple[Path, object]]:
-    if not is_branch(tree) or len(path) == _LIMITS.max_depth:
-        return [(path, tree)]
-    parts, has_mark = list[tuple[Path, object]](), False
-    for key in sorted(tree):
-        item = tree[key]
-        if type(item) in _MARKS:
-            parts.append(((*path, key), item))
-            has_mark = True
-        else:
-            below = _cut(item, (*path, key), section, branches)
-            has_mark |= len(below) > 1 or below[0][0] != (*path, key)  # it was taken apart, and so a mark or a branch is in it
-            parts += below
-    return parts if has_mark or part_address(section, path) in branches else [(path, tree)]
+def _cut(tree: object, is_apart: _IsApart) -> Iterator[_Part]:
+    # What no payload can hold is one part, so that its encoding says what is wrong; nothing else would end the walk in time.
+    return iter([((), tree)]) if _is_oversized(tree) else _walk(tree, (), is_apart)
 
 
-def _walk(tree: object, path: Path) -> Iterator[tuple[Path, object]]:
-    # A tree too deep to be stored, one that contains itself too, ends as a part, so that its encoding says what is wrong.
-    if not is_branch(tree) or len(path) == _LIMITS.max_depth:
+def _walk(tree: object, path: Path, is_apart: _IsApart) -> Iterator[_Part]:
+    if not is_branch(tree) or not is_apart(path, tree):
         yield path, tree
         return
     for key in sorted(tree):
         item = tree[key]
-        if type(item) is TensorMark:
+        if type(item) in _MARKS:
             yield (*path, key), item
         else:
-            yield from _walk(item, (*path, key))
+            yield from _walk(item, (*path, key), is_apart)
+
+
+def _is_oversized(tree: object) -> bool:
+    """Whether a tree has more elements or levels than can be stored, as one that contains itself has.
+
+    A dict that is met in many places is looked at once per level, and counted as often as it would be written.
+    """
+    level, num_nodes = {id(tree): (tree, 1)}, 0
+    for _ in range(_LIMITS.max_depth):
+        below: dict[int, tuple[object, int]] = {}
+        for item, times in level.values():
+            if is_branch(item):
+                num_nodes += times * len(item)
+                for child in _list_dicts(item):
+                    below[id(child)] = child, times + below.get(id(child), (child, 0))[1]
+        level = below
+    return num_nodes > _LIMITS.max_nodes or any(is_branch(item) for item, _ in level.values())
+
+
+def _holds_mark(tree: object) -> bool:
+    """Whether a mark lies below a dict, on a way through dicts that can be taken apart."""
+    pending, seen = [tree], set[int]()
+    while pending:
+        item = pending.pop()
+        if id(item) not in seen and is_branch(item):
+            seen.add(id(item))
+            if not _MARKS.isdisjoint(map(type, item.values())):
+                return True
+            pending += _list_dicts(item)
+    return False
+
+
+def _list_dicts(tree: dict[str, Any]) -> list[object]:
+    return [item for item in tree.values() if type(item) is dict]
 
 
 def is_branch(tree: object) -> TypeGuard[dict[str, Any]]:
@@ -150,6 +209,8 @@ def canonical_bytes(value: object, *, registry: ValueRegistry, address: str = "v
 
 def part_address(section: str, path: Path) -> str:
     """The address of a part."""
+    if section == OWN_PARTS:
+        return path[0]
     return join_address(component(section), *map(component, path))
 
 
@@ -175,8 +236,10 @@ def _pick(tree: dict[str, Any], wanted: frozenset[Path], path: Path) -> dict[str
 def merge_trees(trees: Sequence[object], *, file: str) -> object:
     """One tree with the parts of all; of a part that several have, the first counts.
 
-    Raises `CheckpointDamaged` where one tree has a part and another a dict with further parts.
+    Raises `CheckpointDamaged` where one tree has a part and another a dict with further parts, and if there is no tree.
     """
+    if not trees:
+        raise CheckpointDamaged(f"{show(file)}: expected a value tree, found none; load another checkpoint", file=file)
     merged = {"": _copy(trees[0])}
     for tree in trees[1:]:
         _merge(merged, {"": tree}, file)
