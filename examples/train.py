@@ -12,6 +12,7 @@ when you like and started again on other ranks:
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import logging
@@ -202,6 +203,7 @@ def main() -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
         arguments.run.with_suffix(".json").write_text(json.dumps(result))
     if dist.is_initialized():
+        gc.collect()  # what a cycle still holds of the process group would end with the interpreter, which may abort then
         dist.destroy_process_group()
 
 
