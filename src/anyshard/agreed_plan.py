@@ -24,8 +24,8 @@ from anyshard.records.addresses import check_directories, section_of, show
 from anyshard.records.captured import Captured
 from anyshard.records.index import decode_index, encode_index
 from anyshard.records.packed import pack_ints, unpack_ints
+from anyshard.records.rank_messages import LocalPlan
 from anyshard.records.rank_table import RankTable, make_rank_table
-from anyshard.records.save_messages import LocalPlan
 from anyshard.records.table_codec import fingerprint
 from anyshard.records.tables import NO_BLOB, IntColumn, ShardTable
 from anyshard.records.value_parts import (

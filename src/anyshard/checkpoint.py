@@ -30,7 +30,7 @@ from anyshard.records.index import decode_index
 from anyshard.records.load_plan import LoadPlan, ReadLimits
 from anyshard.records.manifest import Manifest, decode_manifest
 from anyshard.records.names import manifest_name
-from anyshard.records.save_messages import Message, read_message
+from anyshard.records.rank_messages import Message, read_message
 from anyshard.records.section_values import ABSENT, SectionValues, decode_section, pick_own_tree
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES

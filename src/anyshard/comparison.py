@@ -22,6 +22,7 @@ from anyshard.planning.replica_check import compare_sets, explain
 from anyshard.planning.replicas import NO_SET
 from anyshard.records.captured import Captured
 from anyshard.records.handles import Source
+from anyshard.records.rank_messages import Answer, Durable, Question, read_message
 from anyshard.records.replica_digests import (
     SetDigest,
     decode_row_digests,
@@ -29,13 +30,11 @@ from anyshard.records.replica_digests import (
     encode_row_digests,
     encode_set_digests,
 )
-from anyshard.records.save_messages import Answer, Durable, Question, read_message
 from anyshard.records.value_parts import PartList, decode_part_list, encode_part_list, list_leaves
 from anyshard.records.values import ValueRegistry
 
 _SEED_DIGITS = 15  # of the operation's id, which is hexadecimal
 _SHOWN = 8
-_CHECK_S = 1.0  # how soon a rank that digests hears that another one has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class Comparison:
         self._strictness = strictness
         # Places of samples change from save to save, and are the same on all ranks.
         self._sampling = Sampling(int(agreement.hear_id()[:_SEED_DIGITS], 16), strictness.in_full)
-        check = Rarely(agreement.check, _CHECK_S)
+        check = Rarely(agreement.check)
         self._sources = [_Watched(source, check) for source in held.captured.sources]
 
     def digest(self) -> tuple[bytes, bytes]:

@@ -36,12 +36,11 @@ from anyshard.records.addresses import Globs, component, show
 from anyshard.records.captured import StoredRun
 from anyshard.records.load_plan import LoadPlan
 from anyshard.records.manifest import Parent
+from anyshard.records.rank_messages import Message, read_message
 from anyshard.records.regions import decompose_run
-from anyshard.records.save_messages import Message, read_message
 from anyshard.reports import LoadReport
 
 _COMPARED_ELEMENTS = 1 << 22  # of each of two tied tensors at a time
-_CHECK_S = 1.0  # how soon a rank that reads hears that another one has failed
 _SHOWN = 8
 
 _Box: TypeAlias = tuple[list[int], list[int]]  # offsets and lengths
@@ -115,7 +114,7 @@ class LoadOperation:
                 agreement.announce("records", tell_records(records))
             else:
                 records = hear_records(agreement.hear("records"), store)
-            job = replace(self._means.job, check=Rarely(agreement.check, _CHECK_S))
+            job = replace(self._means.job, check=Rarely(agreement.check))
             checkpoint = Checkpoint(store, records, means=replace(self._means, job=job))
         with checkpoint:
             yield checkpoint

@@ -16,7 +16,7 @@ from anyshard.coord.group import Group
 from anyshard.errors import StructureChanged
 from anyshard.records.manifest import BlobEntry
 from anyshard.records.packed import refusal
-from anyshard.records.save_messages import Begin, Durable, LocalPlan, StructurePost, read_message
+from anyshard.records.rank_messages import Begin, Durable, LocalPlan, StructurePost, read_message
 from anyshard.records.table_codec import decode_tables, encode_table
 from anyshard.records.value_parts import decode_part_list, encode_part_list
 

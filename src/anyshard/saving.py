@@ -49,7 +49,7 @@ from anyshard.records.captured import Captured
 from anyshard.records.digests import digest_bytes
 from anyshard.records.manifest import BlobEntry, IndexEntry, Manifest, Parent, StepState, decode_manifest, encode_manifest
 from anyshard.records.names import index_name
-from anyshard.records.save_messages import Begin, Durable, Published, Question, list_entries, read_message
+from anyshard.records.rank_messages import Begin, Durable, Published, Question, list_entries, read_message
 from anyshard.records.section_values import ABSENT, SectionValues, encode_section
 from anyshard.records.strict_json import MAX_INT, check_value, encode_object
 from anyshard.records.value_parts import pick_parts
@@ -62,7 +62,6 @@ logger = logging.getLogger(__name__)
 _SHOWN = 5
 _PUBLISHING_S = 10.0  # how long a coordinator that cannot be heard may take to publish
 _POLL_S = 0.2
-_CHECK_S = 1.0  # how soon a rank that writes hears that another one has failed
 _RECORDS_NBYTES = 1 << 20  # what directories and records may take besides the blobs
 _BLOB_NBYTES, _ROW_NBYTES = 3 * 4096, 64  # of a blob the head, the tail and a block of the file system; of a row padding and slot
 # The last word of a name, if it is a number or letters and a number: step_100, run2-step100, epoch=3, but not v1.5 or 1e5.
@@ -225,7 +224,7 @@ class SaveOperation:
             threads=options.threads,
             events=self._operation.events,
             patience=Patience(options.timeout_s),
-            check=Rarely(agreement.check, _CHECK_S),
+            check=Rarely(agreement.check),
         )
 
     # ---------------------------------------------------------------------------------------------------------- the commit

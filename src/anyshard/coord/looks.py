@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from anyshard.errors import InvalidOption
 
 _MIN_PAUSE_S = 0.0005
+_RARELY_S = 1.0  # how soon a rank in the midst of its work hears that another one has failed
 _MAX_PAUSE_S = 0.5  # how soon a failure elsewhere is seen
 _PAUSE_S_PER_RANK = 20e-6  # thousands of ranks share one store, which takes about 50,000 looks a second
 _PAUSES_PER_WAIT = 20  # a wait is at most a twentieth longer than it had to be
@@ -57,7 +58,7 @@ class Every:
 class Rarely:
     """Calls `act` when it is called, but only once per period: a look at the key-value store costs more than a small work."""
 
-    def __init__(self, act: Callable[[], None], period_s: float) -> None:
+    def __init__(self, act: Callable[[], None], *, period_s: float = _RARELY_S) -> None:
         self._act = act
         self._period_s = period_s
         self._next_s = 0.0

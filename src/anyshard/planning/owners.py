@@ -9,6 +9,7 @@ from typing import final
 import msgspec
 
 from anyshard.errors import InvalidAppState
+from anyshard.planning.unite import show_ranks
 from anyshard.records.addresses import show
 from anyshard.records.packed import pack_message, read_record, unpack_message
 from anyshard.records.value_parts import EMPTY_DICT_DIGEST, PartList, Path, part_address
@@ -36,16 +37,9 @@ class PartDifference:
     ranks: tuple[tuple[int, ...], ...]
 
     def __str__(self) -> str:
-        classes = [_show_ranks(ranks) for ranks in self.ranks[:_SHOWN]]
+        classes = [show_ranks(ranks) for ranks in self.ranks[:_SHOWN]]
         more = f", and {len(self.ranks) - _SHOWN} more values" if len(self.ranks) > _SHOWN else ""
         return f"{show(self.address)}: one value on {', another on '.join(classes)}{more}"
-
-
-def _show_ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more}"
 
 
 def assign_owners(lists: Sequence[PartList]) -> Owners:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anyshard.records.addresses import section_of
-from anyshard.records.save_messages import Message, read_message
+from anyshard.records.rank_messages import Message, read_message
 
 _LEVEL = 1  # bits of layers that are alike are short at any level
 

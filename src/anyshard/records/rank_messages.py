@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other during a save, as MessagePack. Never stored in a checkpoint."""
+"""What the ranks of a group say to each other during a save or a load, as MessagePack. Never stored in a checkpoint."""
 
 from __future__ import annotations
 
