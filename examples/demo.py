@@ -1,8 +1,9 @@
 """The show behind `make demo`: a job on 4 processes is killed in the middle of a save and goes on on 2, laid out in another way.
 
-Runs `train.py` four times under torchrun: on 4 processes with FSDP2, undisturbed; the same, killed by SIGKILL while it saves;
-resumed on 2 processes with tensor parallelism; and once more with fresh optimizer moments, to show what a wrong state would look
-like. Then reads the checkpoint that crossed over without torch. Exit code 1 if one of the claims is false.
+Runs `train.py` four times under torchrun: on 4 processes with FSDP2, undisturbed; the same, saving while it trains, killed by
+SIGKILL in the middle of a save; resumed on 2 processes with tensor parallelism; and once more with fresh optimizer moments, to
+show what a wrong state would look like. Then reads the checkpoint that crossed over without torch. Exit code 1 if one of the
+claims is false.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def kill_and_resume(work: Path) -> list[Claim]:
     """The story of one job that dies and comes back smaller, beside one that does not."""
     print(f"1. {STEPS} steps on 4 processes with FSDP2, undisturbed")
     straight = train(work / "straight", "fsdp2", "--save-every", "0")
-    print(f"\n2. the same job; all its processes are killed while they save step {KILLED_AT}")
+    print(f"\n2. the same job, which saves while it trains; all its processes are killed in the save of step {KILLED_AT}")
     code = kill_in_save(work / "run")
     left = list_files(work / "run" / f"step_{KILLED_AT}")
     print(f"  killed. Left behind: {len(left)} files like {left[-1]}, and no manifest: step_{KILLED_AT} does not exist")
@@ -171,7 +172,7 @@ def compare_curves(straight: list[float], resumed: list[float], fresh: list[floa
     for step, losses in enumerate(zip(straight, resumed, fresh, strict=True), start=1):
         one, two, three = losses
         saved = "  saved" if step % SAVE_EVERY == 0 else ""
-        note = {LAST_GOOD: "  saved; resumed from here", KILLED_AT: "  killed in the middle of this save"}.get(step, saved)
+        note = {LAST_GOOD: "  saved; resumed from here", KILLED_AT: "  killed in the middle of its save"}.get(step, saved)
         print(f"  {step:4d}  {one:11.6f}  {two:15.6f}  {differ(one, two):10.1e}  {three:13.6f}  {differ(one, three):10.1e}{note}")
     after = slice(LAST_GOOD, STEPS)
     same = list(map(differ, straight[after], resumed[after]))

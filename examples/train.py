@@ -1,8 +1,8 @@
 """A training job that can be killed at any moment and resumed on other ranks: a small Llama on the sources of Python's library.
 
-This is how a job uses anyshard: one app state, `anyshard.save` every few steps, and at the start `anyshard.load` from the newest
-step that loads. Neither call says how the model is laid out. `demo.py` runs it several times and compares. By itself, stopped
-when you like and started again on other ranks:
+This is how a job uses anyshard: one app state, `anyshard.async_save` every few steps, and at the start `anyshard.load` from the
+newest step that loads. Neither call says how the model is laid out, and training goes on while a save is written. `demo.py` runs
+it several times and compares. By itself, stopped when you like and started again on other ranks:
 
     .venv/bin/torchrun --standalone --nproc-per-node 4 examples/train.py runs/a --steps 2000 --parallelism fsdp2
     .venv/bin/torchrun --standalone --nproc-per-node 2 examples/train.py runs/a --steps 2000 --parallelism tp
@@ -166,20 +166,37 @@ def digest_state(app_state: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def tell_cost(pending: anyshard.PendingSave | None) -> None:
+    """Wait for a save, if there is one, until it is committed (or raise its failure), and say what it has cost."""
+    if pending is None:
+        return
+    report = pending.result()
+    rate = report.nbytes / report.duration_s
+    tell(
+        f"step_{report.step} is saved: {report.nbytes / 1e6:.1f} MB in {report.duration_s:.2f} s, {rate / 1e6:.0f} MB/s; "
+        f"training was held for {report.stall_s:.3f} s of it"
+    )
+
+
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train from the newest good step to the last one, saving on the way; returns what `demo.py` compares."""
-    small_blocks = anyshard.SaveOptions(block_nbytes=1 << 20)  # so that this small model too takes many writes
+    # Small blocks, so that this small model too takes many writes.
+    options = anyshard.SaveOptions(staging=arguments.staging, block_nbytes=1 << 20)
     app_state = make_app_state(arguments.parallelism, arguments.steps)
     exclude = ("optimizer/state/**",) if arguments.fresh_moments else ()
     resumed_from = load_newest(arguments.run, app_state, exclude=exclude)
     digest = digest_state(app_state)
     text = read_text()
+    pending = None
     while app_state["progress"]["step"] < arguments.steps:
         train_step(app_state, text, arguments.parallelism)
         step = app_state["progress"]["step"]
         if arguments.save_every and step % arguments.save_every == 0:
             sinks = [HoldInMiddle()] if step == arguments.hold_in_save_of else []
-            anyshard.save(arguments.run / f"step_{step}", app_state, options=small_blocks, sinks=sinks)
+            last = pending  # over when the next one begins: one at a time is under way, and a failure is raised by the call
+            pending = anyshard.async_save(arguments.run / f"step_{step}", app_state, options=options, sinks=sinks)
+            tell_cost(last)
+    tell_cost(pending)
     return {"resumed_from": resumed_from, "digest": digest, "losses": app_state["progress"]["losses"]}
 
 
@@ -190,6 +207,9 @@ def main() -> None:
     parser.add_argument("--parallelism", choices=("fsdp2", "tp", "none"), default="none", help="none: one process")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5, help="0: never")
+    parser.add_argument(
+        "--staging", choices=("lazy", "eager"), default="lazy", help="when a save copies the state; see docs/async.md"
+    )
     parser.add_argument("--hold-in-save-of", type=int, help="stay in the middle of this step's save, to be killed there")
     parser.add_argument("--fresh-moments", action="store_true", help="load everything but the optimizer's moments")
     arguments = parser.parse_args()

@@ -20,12 +20,16 @@ ROOT = Path(__file__).parents[1]
 
 ERRORS = """
     AnyshardError BlobExists BlobNotFound CheckpointDamaged CheckpointExists CheckpointNotFound CheckpointReplaced
-    CommitConflict CommitOutcomeUnknown Difference InvalidAppState InvalidOption InvalidPath InvalidRegistration
-    KeyValueStoreLost LimitExceeded LoadInterrupted Mismatch NotACheckpoint OperationFailed RankMissing StateMismatch
-    StorageDenied StorageError StorageFull StorageStuck StructureChanged UnsupportedFormat UnsupportedValue
+    CommitConflict CommitOutcomeUnknown Difference EarlierSaveFailed InvalidAppState InvalidOption InvalidPath
+    InvalidRegistration KeyValueStoreLost LimitExceeded LoadInterrupted Mismatch NotACheckpoint OperationFailed RankMissing
+    StateMismatch StillPending StorageDenied StorageError StorageFull StorageStuck StructureChanged TornSnapshot
+    UnsupportedFormat UnsupportedValue
 """
-VERBS = "save load open register_value escape"
-RECORDS = "Checkpoint SaveReport LoadReport SaveOptions LoadOptions Event Sink LoggingSink JsonLinesSink"
+VERBS = "prepare save async_save wait_all load open register_value escape advise_interval job_mtbf_s"
+RECORDS = """
+    Checkpoint SaveReport LoadReport SaveOptions LoadOptions Event Sink LoggingSink JsonLinesSink PendingSave RankStatus
+    StagingReport PrepareReport Layout LoadForecast IntervalAdvice
+"""
 WRAPPERS = "PerRank RNGState"
 MODULES = "errors ops"
 PUBLIC = sorted([*ERRORS.split(), *VERBS.split(), *RECORDS.split(), *WRAPPERS.split(), *MODULES.split(), "__version__"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anyshard import errors, ops
-    from anyshard._api import load, open, register_value, save
+    from anyshard._api import async_save, load, open, prepare, register_value, save, wait_all
     from anyshard.adapters.per_rank import PerRank
     from anyshard.adapters.random_state import RNGState
     from anyshard.checkpoint import Checkpoint
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         CommitConflict,
         CommitOutcomeUnknown,
         Difference,
+        EarlierSaveFailed,
         InvalidAppState,
         InvalidOption,
         InvalidPath,
@@ -37,19 +38,25 @@ if TYPE_CHECKING:
         OperationFailed,
         RankMissing,
         StateMismatch,
+        StillPending,
         StorageDenied,
         StorageError,
         StorageFull,
         StorageStuck,
         StructureChanged,
+        TornSnapshot,
         UnsupportedFormat,
         UnsupportedValue,
     )
+    from anyshard.interval import IntervalAdvice, advise_interval, job_mtbf_s
     from anyshard.monitor.events import Event, Sink
     from anyshard.monitor.sinks import JsonLinesSink, LoggingSink
     from anyshard.options import LoadOptions, SaveOptions
+    from anyshard.pending import PendingSave
+    from anyshard.planning.layouts import Layout
+    from anyshard.progress import RankStatus
     from anyshard.records.addresses import escape
-    from anyshard.reports import LoadReport, SaveReport
+    from anyshard.reports import LoadForecast, LoadReport, PrepareReport, SaveReport, StagingReport
 
 __version__ = "0.1.0"
 
@@ -65,14 +72,18 @@ __all__ = [
     "CommitConflict",
     "CommitOutcomeUnknown",
     "Difference",
+    "EarlierSaveFailed",
     "Event",
+    "IntervalAdvice",
     "InvalidAppState",
     "InvalidOption",
     "InvalidPath",
     "InvalidRegistration",
     "JsonLinesSink",
     "KeyValueStoreLost",
+    "Layout",
     "LimitExceeded",
+    "LoadForecast",
     "LoadInterrupted",
     "LoadOptions",
     "LoadReport",
@@ -80,43 +91,58 @@ __all__ = [
     "Mismatch",
     "NotACheckpoint",
     "OperationFailed",
+    "PendingSave",
     "PerRank",
+    "PrepareReport",
     "RNGState",
     "RankMissing",
+    "RankStatus",
     "SaveOptions",
     "SaveReport",
     "Sink",
+    "StagingReport",
     "StateMismatch",
+    "StillPending",
     "StorageDenied",
     "StorageError",
     "StorageFull",
     "StorageStuck",
     "StructureChanged",
+    "TornSnapshot",
     "UnsupportedFormat",
     "UnsupportedValue",
     "__version__",
+    "advise_interval",
+    "async_save",
     "errors",
     "escape",
+    "job_mtbf_s",
     "load",
     "open",
     "ops",
+    "prepare",
     "register_value",
     "save",
+    "wait_all",
 ]
 
 _SUBMODULES = ("errors", "ops")
 
 # Where each public name is defined; a name that is not here is an error class.
 _HOMES = {
-    "_api": ("load", "open", "register_value", "save"),
+    "_api": ("async_save", "load", "open", "prepare", "register_value", "save", "wait_all"),
     "adapters.per_rank": ("PerRank",),
     "adapters.random_state": ("RNGState",),
     "checkpoint": ("Checkpoint",),
+    "interval": ("IntervalAdvice", "advise_interval", "job_mtbf_s"),
     "monitor.events": ("Event", "Sink"),
     "monitor.sinks": ("JsonLinesSink", "LoggingSink"),
     "options": ("LoadOptions", "SaveOptions"),
+    "pending": ("PendingSave",),
+    "planning.layouts": ("Layout",),
+    "progress": ("RankStatus",),
     "records.addresses": ("escape",),
-    "reports": ("LoadReport", "SaveReport"),
+    "reports": ("LoadForecast", "LoadReport", "PrepareReport", "SaveReport", "StagingReport"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The user's verbs: save, load, open."""
+"""The user's verbs: prepare, save, async_save, wait_all, load, open."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from anyshard.records.values import ValueRegistry
 if TYPE_CHECKING:
     from anyshard.coord.torch_dist import GroupLike
     from anyshard.monitor.events import Sink
-    from anyshard.reports import LoadReport, SaveReport
+    from anyshard.pending import PendingSave
+    from anyshard.planning.layouts import Layout
+    from anyshard.reports import LoadReport, PrepareReport, SaveReport
     from anyshard.storage.protocol import Store
 
-__all__ = ["Checkpoint", "load", "open", "register_value", "save"]
+__all__ = ["Checkpoint", "async_save", "load", "open", "prepare", "register_value", "save", "wait_all"]
 
 T = TypeVar("T")
 
@@ -60,6 +62,86 @@ def save(  # noqa: PLR0913 - the public verb; all but two are keywords
     return _checkpointer(os.getpid()).save(
         place, app_state, step=step, overwrite=overwrite, group=group, options=options, sinks=sinks
     )
+
+
+def async_save(  # noqa: PLR0913 - the public verb; all but two are keywords
+    place: str | os.PathLike[str] | Store,
+    app_state: Mapping[str, object],
+    *,
+    step: int | None = None,
+    overwrite: bool = False,
+    group: GroupLike = None,
+    options: SaveOptions | None = None,
+    sinks: Sequence[Sink] = (),
+) -> PendingSave:
+    """Begin to save `app_state` as it is now to `place`, and return as soon as training may go on.
+
+    What is committed is the state of the call, whatever training does after it, or nothing. With `staging="eager"` (the default)
+    everything is copied before the call returns. With `staging="lazy"` that is left to a thread for parameters and state of torch
+    optimizers in `app_state`, whose next `step` waits for what is not copied yet; the handle's `staging` says what was copied at
+    the call and why. Until `staged()` such tensors must not be changed by anything but these steps, nor moved or freed: samples
+    find that, and the save fails with `TornSnapshot`.
+
+    All ranks call, as for `save`; the call waits for no other rank, but at the first save of a structure for a common plan (which
+    `prepare` can make before). Saves are committed in the order of the calls. At most `max_in_flight` saves of a run (the
+    directory above `place`) are under way; a further call waits for the first of them to end. The end of the process waits for
+    all, up to `exit_timeout_s`; `wait_all` does it explicitly.
+
+    Args:
+        place, app_state, step, overwrite, group, options, sinks: as for `save`.
+
+    Raises:
+        What `save` raises, if it is known by the end of the call. What fails later is raised by a wait on the handle, or by the
+        next `async_save` or `save` of these ranks, which then saves nothing; training may go on.
+        StillPending: earlier saves of the run did not end within `timeout_s`.
+    """
+    return _checkpointer(os.getpid()).async_save(
+        place, app_state, step=step, overwrite=overwrite, group=group, options=options, sinks=sinks
+    )
+
+
+def prepare(  # noqa: PLR0913 - the public verb; all but two are keywords
+    place: str | os.PathLike[str] | Store,
+    app_state: Mapping[str, object],
+    *,
+    also: Sequence[Layout] = (),
+    num_steps: int = 1,
+    step_s: float | None = None,
+    group: GroupLike = None,
+    options: SaveOptions | None = None,
+    sinks: Sequence[Sink] = (),
+) -> PrepareReport:
+    """Rehearse saves of `app_state`: do all that a save does but the bytes, so that its errors come at minute 0.
+
+    After a rehearsal without an error the first save of this structure finds no new kind of fault: it has its plan and, if it is
+    asynchronous, its memory. Nothing stays at `place` but the directory itself, nothing in memory changes, and if it raises no
+    plan is kept either. All ranks call, as for `save`. The report, printed, is a page: bytes and files, stall and duration to
+    expect, what is lazy and what is not and why, what loads will read under today's and other layouts.
+
+    Args:
+        place: the directory of the run (`runs/a`) or of one checkpoint.
+        app_state: as for `save`; what lies on several ranks is compared in full.
+        also: layouts under which loads are forecast as well.
+        num_steps: for how many checkpoints there has to be room.
+        step_s: seconds of a training step, to have the duration of a save in steps.
+        group, options, sinks: as for `save`.
+
+    Raises:
+        What a first save would raise; errors of the storage in its trial (`StorageError` if it ignores conditions or loses
+        writes, `InvalidPath` if it is not shared by all ranks); `StorageFull` if `num_steps` checkpoints have no room;
+        `InvalidOption` for a layout under which a tensor cannot lie.
+    """
+    return _checkpointer(os.getpid()).prepare(
+        place, app_state, also=also, num_steps=num_steps, step_s=step_s, group=group, options=options, sinks=sinks
+    )
+
+
+def wait_all(timeout_s: float | None = None) -> None:
+    """Return once no asynchronous save of this process is under way.
+
+    Raises the first failure that was not raised before (further ones are notes of it), or `StillPending` after `timeout_s`.
+    """
+    _checkpointer(os.getpid()).wait_all(timeout_s)
 
 
 def load(  # noqa: PLR0913 - the public verb; all but two are keywords

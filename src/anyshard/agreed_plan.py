@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import final
 
@@ -46,11 +46,15 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything of one rank's app state that a plan depends on: its table, the paths in its value trees, its per-rank keys."""
+    """Everything of one rank's app state that a plan depends on: its table, the paths in its value trees, its per-rank keys.
+
+    `fingerprints` are those that were made of structures with the same table and paths, by what else they depend on.
+    """
 
     table: RankTable
     parts: PartList
     keys: Mapping[str, bytes]
+    fingerprints: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def own_parts(self) -> PartList:
@@ -59,18 +63,25 @@ class Structure:
 
     def fingerprint(self, *, world_size: int, max_blob_nbytes: int) -> str:
         """Equal for structures that have the same plan."""
-        values = msgspec.msgpack.encode([self.parts.structure, sorted(self.keys.items())])
-        options: dict[str, int | float | str] = {"max_blob_nbytes": max_blob_nbytes, "values": xxhash.xxh3_128_hexdigest(values)}
-        return fingerprint(self.table, world_size=world_size, options=options)
+        keys = sorted(self.keys.items())
+        context = (tuple(keys), world_size, max_blob_nbytes)
+        if context not in self.fingerprints:
+            values = xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode([self.parts.structure, keys]))
+            options: dict[str, int | float | str] = {"max_blob_nbytes": max_blob_nbytes, "values": values}
+            self.fingerprints[context] = fingerprint(self.table, world_size=world_size, options=options)
+        return self.fingerprints[context]
 
 
 def describe_structure(captured: Captured, registry: ValueRegistry, *, world_size: int) -> Structure:
     """The structure of an app state that was taken apart. A rank alone, which compares with nobody, encodes no values for it."""
-    trees, branches = captured.trees, captured.branches
-    parts = list_paths(trees, branches=branches) if world_size == 1 else list_parts(trees, registry=registry, branches=branches)
+    trees, branches, constants = captured.trees, captured.branches, captured.constants
+    if world_size == 1:
+        parts = list_paths(trees, branches=branches, constants=constants)
+    else:
+        parts = list_parts(trees, registry=registry, branches=branches, constants=constants)
     table = make_rank_table(captured.shards, tuple(captured.trees), buffers=captured.buffers)
     keys = {address: part.key for address, part in captured.per_rank.items()}
-    return Structure(table, parts, keys)
+    return Structure(table, parts, keys, {} if constants is None else constants.facts)
 
 
 @dataclass(frozen=True, slots=True)

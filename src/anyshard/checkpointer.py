@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from anyshard.agreed_plan import PlanCache
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
 from anyshard.coord.group import Group, make_lone_group
-from anyshard.coord.turn import Turn
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.crew import Patience
 from anyshard.engine.read import ReadJob
 from anyshard.errors import CheckpointReplaced, InvalidOption
+from anyshard.membership import Membership, Memberships
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.monitor.sinks import sinks_from_environment
 from anyshard.operation import Operation, patience_with_ranks
 from anyshard.options import TIMEOUT_S, LoadOptions, SaveOptions
-from anyshard.records.manifest import Parent
 from anyshard.records.values import ValueRegistry
-from anyshard.reports import LoadReport, SaveReport
+from anyshard.reports import LoadReport, PrepareReport, SaveReport
 from anyshard.storage.protocol import Store
 from anyshard.storage.resolve import open_store
 from anyshard.storage.wrappers.timed import TimedStore
 
 if TYPE_CHECKING:
+    from anyshard.async_saving import Background
     from anyshard.coord.torch_dist import GroupLike
+    from anyshard.pending import PendingSave
+    from anyshard.planning.layouts import Layout
+    from anyshard.saving import SaveRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +49,6 @@ _TRIES = 5
 _MAX_LOGGED = 256  # warnings that are remembered, so as not to be repeated at every save
 
 
-@dataclass(slots=True)
-class _Membership:
-    """One group of ranks that this process is in, and what it keeps for it. Ranks agree on one thing at a time: by turns."""
-
-    group: Group
-    plans: PlanCache = field(default_factory=PlanCache)
-    parent: Parent | None = None
-    turn: Turn = field(default_factory=Turn)
-
-
 class Checkpointer:
     """Saves, loads and opens checkpoints; may be used from several threads, each call on its own."""
 
@@ -63,8 +58,8 @@ class Checkpointer:
         self._pools: dict[tuple[int, int], BlockPool] = {}
         self._lock = threading.RLock()  # a signal handler may save while this thread has it
         self._logged: deque[str] = deque(maxlen=_MAX_LOGGED)
-        self._job: object = None
-        self._memberships: dict[tuple[int, ...], _Membership] = {}
+        self._memberships = Memberships()
+        self._waits_at_exit = False
 
     def save(  # noqa: PLR0913 - what the public verb takes
         self,
@@ -79,22 +74,122 @@ class Checkpointer:
     ) -> SaveReport:
         """See `anyshard.save`."""
         # Saving and loading need torch, opening does not: hence imports where they are used.
-        from anyshard.adapters.values import torch_types
-        from anyshard.saving import SaveIntent, SaveOperation, SavingMeans, find_step
+        from anyshard.saving import SaveOperation
+        from anyshard.snapshot import LiveSnapshot
 
         timeout_s = _timeout_of(options)
+        membership = self._memberships.find(group, timeout_s)
+        membership.raise_earlier(timeout_s)
         with ExitStack() as stack:
-            turn = self._taking_turn(f"the save to {_show(place)}", group, timeout_s=timeout_s)
-            membership, ranks = stack.enter_context(turn)
+            ranks = stack.enter_context(membership.take_turn(f"the save to {_show(place)}", timeout_s))
             with _failing_together(ranks, timeout_s):
-                chosen = _choose(SaveOptions, options)
-                operation = stack.enter_context(self._operating("save", place, group=ranks, timeout_s=timeout_s, sinks=sinks))
-                intent = SaveIntent(find_step(operation.store, step), overwrite, chosen, membership.parent)
-                pool = self._pool(chosen.byte_budget, chosen.block_nbytes)
-                means = SavingMeans(pool, self._registry.extended(torch_types()), membership.plans)
-            report = SaveOperation(operation, intent, means).run(app_state)
+                asked = _Asked(place=place, step=step, overwrite=overwrite, options=_choose(SaveOptions, options), sinks=sinks)
+                request = self._request(membership, ranks, asked)
+            stack.enter_context(request.operation.events.span("save", file=request.operation.store.url))
+            report = SaveOperation(request).run(LiveSnapshot(app_state, request.taking))
         self._log_warnings(report, ranks)
         return report
+
+    def async_save(  # noqa: PLR0913 - what the public verb takes
+        self,
+        place: Place,
+        app_state: Mapping[str, object],
+        *,
+        step: int | None,
+        overwrite: bool,
+        group: GroupLike,
+        options: SaveOptions | None,
+        sinks: Sequence[Sink],
+    ) -> PendingSave:
+        """See `anyshard.async_save`."""
+        from anyshard.progress import Progress
+
+        began_s, timeout_s = time.perf_counter(), _timeout_of(options)
+        membership = self._memberships.find(group, timeout_s)
+        background = self._find_background(membership, timeout_s)
+        self._wait_at_exit()
+        try:
+            progress = Progress(membership.group.rank)
+            asked = _Asked(
+                place=place, step=step, overwrite=overwrite, options=_choose(SaveOptions, options), sinks=(*sinks, progress)
+            )
+            ranks = membership.group if membership.group.size > 1 else make_lone_group(membership.group.ranks[0])
+            request = self._request(membership, ranks, asked, began_s=began_s)
+        except Exception as error:
+            background.refuse(error, timeout_s)
+            raise
+        return background.save(app_state, request, progress)
+
+    def prepare(  # noqa: PLR0913 - what the public verb takes
+        self,
+        place: Place,
+        app_state: Mapping[str, object],
+        *,
+        also: Sequence[Layout],
+        num_steps: int,
+        step_s: float | None,
+        group: GroupLike,
+        options: SaveOptions | None,
+        sinks: Sequence[Sink],
+    ) -> PrepareReport:
+        """See `anyshard.prepare`."""
+        from anyshard.preparing import PrepareOperation, PreparingMeans
+        from anyshard.rehearsal import Rehearsal
+
+        timeout_s = _timeout_of(options)
+        membership = self._memberships.find(group, timeout_s)
+        membership.raise_earlier(timeout_s)
+        background = self._find_background(membership, timeout_s)
+        with ExitStack() as stack:
+            ranks = stack.enter_context(membership.take_turn(f"the rehearsal of saves to {_show(place)}", timeout_s))
+            with _failing_together(ranks, timeout_s):
+                chosen = _choose(SaveOptions, options)
+                rehearsal = Rehearsal(num_steps, step_s, also, chosen)
+                asked = _Asked(place=place, step=None, overwrite=False, options=chosen, sinks=sinks)
+                request = self._request(membership, ranks, asked)
+            stack.enter_context(request.operation.events.span("prepare", file=request.operation.store.url))
+            means = PreparingMeans(request.pool, request.taking, background.means)
+            report = PrepareOperation(request.operation, rehearsal, means).run(app_state)
+        self._log_warnings(report, ranks)
+        return report
+
+    def wait_all(self, timeout_s: float | None) -> None:
+        """See `anyshard.wait_all`."""
+        from anyshard.background import wait_all
+
+        wait_all(self._memberships.savers, timeout_s)
+
+    def _find_background(self, membership: Membership, timeout_s: float) -> Background:
+        from anyshard.async_saving import Background
+
+        take_turn = partial(membership.take_turn_of_saver, "an asynchronous save", timeout_s)
+        return self._memberships.find_background(membership, lambda: Background(membership.group, take_turn))
+
+    def _wait_at_exit(self) -> None:
+        if not self._waits_at_exit:
+            self._waits_at_exit = True
+            atexit.register(self._finish_at_exit, os.getpid())
+
+    def _finish_at_exit(self, pid: int) -> None:
+        from anyshard.background import finish_at_exit
+
+        if os.getpid() == pid:  # a fork has none of the threads
+            finish_at_exit(self._memberships.savers)
+
+    def _request(self, membership: Membership, ranks: Group, asked: _Asked, *, began_s: float | None = None) -> SaveRequest:
+        """All that saving needs, from what the caller has said."""
+        from anyshard.adapters.values import torch_types
+        from anyshard.save_intent import SaveIntent, find_step
+        from anyshard.saving import SaveRequest
+        from anyshard.snapshot import Taking
+
+        options = asked.options
+        operation = self._make_operation(asked.place, ranks, timeout_s=options.timeout_s, sinks=asked.sinks)
+        intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent)
+        registry = self._registry.extended(torch_types())
+        taking = Taking(ranks, membership.find_captures(), membership.plans, registry, options.max_blob_nbytes)
+        pool = self._pool(options.byte_budget, options.block_nbytes)
+        return SaveRequest(operation if began_s is None else replace(operation, started_s=began_s), intent, taking, pool)
 
     def load(
         self,
@@ -112,9 +207,9 @@ class Checkpointer:
         from anyshard.loading import LoadOperation
 
         timeout_s = _timeout_of(options)
+        membership = self._memberships.find(group, timeout_s)
         with ExitStack() as stack:
-            turn = self._taking_turn(f"the load of {_show(place)}", group, timeout_s=timeout_s)
-            membership, ranks = stack.enter_context(turn)
+            ranks = stack.enter_context(membership.take_turn(f"the load of {_show(place)}", timeout_s))
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(LoadOptions, options, **given)
                 check_app_state(app_state)
@@ -135,42 +230,23 @@ class Checkpointer:
             return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
-    def _taking_turn(self, what: str, group: GroupLike, *, timeout_s: float) -> Iterator[tuple[_Membership, Group]]:
-        """The membership in a group and the group itself, for one operation. A process alone has not to wait for its turn."""
-        membership = self._find_membership(group, timeout_s)
-        if membership.group.size == 1:
-            yield membership, make_lone_group(membership.group.ranks[0])
-            return
-        with membership.turn.take(what, timeout_s):
-            yield membership, membership.group
-
-    def _find_membership(self, group: GroupLike, timeout_s: float) -> _Membership:
-        from anyshard.coord.torch_dist import find_ranks, job_token, make_group
-
-        job, ranks = job_token(), find_ranks(group)
-        with self._lock:
-            if job is not self._job:  # the ranks of another job are others, whatever their numbers are
-                self._job, self._memberships = job, {}
-            memberships = self._memberships
-        if ranks not in memberships:  # not under the lock: this asks the job's store; of two threads the first one's stays
-            memberships.setdefault(ranks, _Membership(make_group(group, timeout_s=timeout_s)))
-        return memberships[ranks]
-
-    @contextmanager
     def _operating(
         self, kind: str, place: Place, *, group: Group, timeout_s: float, sinks: Sequence[Sink]
     ) -> Iterator[Operation]:
+        operation = self._make_operation(place, group, timeout_s=timeout_s, sinks=sinks)
+        with operation.events.span(kind, file=operation.store.url):
+            yield operation
+
+    def _make_operation(self, place: Place, group: Group, *, timeout_s: float, sinks: Sequence[Sink]) -> Operation:
         rank = group.ranks[group.rank]
         events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=rank)
-        store = TimedStore(open_store(place, events=events), timeout_s)
-        with events.span(kind, file=store.url):
-            yield Operation(store, group, events)
+        return Operation(TimedStore(open_store(place, events=events), timeout_s), group, events)
 
     def _means(self, options: LoadOptions, events: Emitter, registry: ValueRegistry) -> ReadingMeans:
         job = ReadJob(options.threads, events, Patience(options.timeout_s))
         return ReadingMeans(job, self._pool(options.byte_budget, options.block_nbytes), registry)
 
-    def _log_warnings(self, report: SaveReport | LoadReport, group: Group) -> None:
+    def _log_warnings(self, report: SaveReport | LoadReport | PrepareReport, group: Group) -> None:
         """Log what a report warns of, since reports are easily dropped: each thing once, and loudly by the coordinator only."""
         level = logging.WARNING if group.is_coordinator else logging.INFO
         for warning in report.warnings:
@@ -185,6 +261,17 @@ class Checkpointer:
             pool = self._pools.get(key) or BlockPool(byte_budget=byte_budget, block_nbytes=block_nbytes)
             self._pools = {key: pool}
             return pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What the caller of a save has said."""
+
+    place: Place
+    step: int | None
+    overwrite: bool
+    options: SaveOptions
+    sinks: Sequence[Sink]
 
 
 def _show(place: Place) -> str:

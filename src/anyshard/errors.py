@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -148,6 +148,18 @@ class CommitOutcomeUnknown(AnyshardError, RuntimeError):
     """The commit record could not be read back in time: the save may or may not exist. Nothing was deleted."""
 
 
+class TornSnapshot(AnyshardError, RuntimeError):
+    """Tensors of a lazy snapshot were changed or freed before they were copied; nothing is committed. Names their addresses."""
+
+    def __init__(self, message: str, *, addresses: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.addresses = tuple(addresses)
+
+
+class StillPending(AnyshardError, TimeoutError):
+    """A wait for an asynchronous save has ended before the save has; the save goes on."""
+
+
 class StorageError(AnyshardError, OSError):
     """A store failed; the foreign error is the cause, `file` names the key."""
 
@@ -206,6 +218,10 @@ class RankMissing(OperationFailed, TimeoutError):
 
 class StructureChanged(OperationFailed):
     """Some ranks hold another structure than the cached plan, others do not. The next save plans afresh."""
+
+
+class EarlierSaveFailed(OperationFailed):
+    """A rank saved nothing, for its call was the one that raised the failure of an earlier asynchronous save."""
 
 
 class KeyValueStoreLost(OperationFailed, ConnectionError):

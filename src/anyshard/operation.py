@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from anyshard.coord.agreement import Agreement
@@ -38,6 +40,12 @@ class Operation:
     def duration_s(self) -> float:
         """Seconds since the call."""
         return time.perf_counter() - self.started_s
+
+    @contextmanager
+    def phase(self, agreement: Agreement, name: str, *, nbytes: int | None = None) -> Iterator[None]:
+        """Work of this rank for a save: an error of it is the failure of this phase on all ranks, and it is a span of events."""
+        with agreement.phase(name), self.events.span(f"save.{name}", nbytes=nbytes):
+            yield
 
     def agree(self, subject: str, *, timeout_s: float) -> Agreement:
         """Begin to agree with the other ranks, each of which waits up to `timeout_s` for its storage."""

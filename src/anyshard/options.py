@@ -43,6 +43,11 @@ class SaveOptions:
     samples at later ones ("sample"), always in full, or not at all ("off"). `on_differing_values` says what becomes of plain
     values that differ between ranks at a later save: the first rank's is stored and the report says so ("warn"), or the save
     fails ("error"), as it does at the first save of a structure in any case.
+
+    For `async_save`: `staging` is "eager" (all bytes are copied before the call returns) or "lazy" (what only hooked optimizers
+    change is copied while training goes on, and their next step waits for it). `max_in_flight` bounds the saves of one run (the
+    directory above `place`) that are not committed yet; each takes an arena of this rank's share. `exit_timeout_s` is how long
+    the end of the process waits for them.
     """
 
     byte_budget: int = 64 * MIB
@@ -54,10 +59,15 @@ class SaveOptions:
     user: Mapping[str, Any] = field(default_factory=dict)
     replica_check: Literal["sample", "full", "off"] = "sample"
     on_differing_values: Literal["warn", "error"] = "warn"
+    staging: Literal["eager", "lazy"] = "eager"
+    max_in_flight: int = 1
+    exit_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes")
+        _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes", "max_in_flight")
         _check_seconds(self, "timeout_s", can_be_zero=False)
+        _check_seconds(self, "exit_timeout_s", can_be_zero=True)
+        _check(self, "staging", self.staging in ("eager", "lazy"), "'eager' or 'lazy'")
         _check_seconds(self, "overwrite_grace_s", can_be_zero=True)
         _check(self, "user", isinstance(self.user, Mapping), "a mapping")
         _check(self, "replica_check", self.replica_check in ("sample", "full", "off"), "'sample', 'full' or 'off'")

@@ -12,12 +12,15 @@ from anyshard.records.value_parts import DIGEST_NBYTES, PartList, canonical_byte
 from anyshard.records.values import TensorMark, ValueRegistry, map_marks
 
 
-def digest_own_values(captured: Captured, *, registry: ValueRegistry) -> PartList:
-    """The per-rank values of a rank as parts, whose digests are equal for equal values, whichever rank has them."""
-    tensors, parts = captured.shards.tensors, captured.per_rank.items()
-    sources = dict(zip(captured.shards.tensor.tolist(), captured.sources, strict=True))
+def digest_own_values(captured: Captured, *, registry: ValueRegistry, has_bytes: bool) -> PartList:
+    """The per-rank values of a rank as parts, whose digests are equal for equal values, whichever rank has them.
+
+    With `has_bytes` the bytes of their tensors count; else no tensor is read.
+    """
+    shards, parts = captured.shards, captured.per_rank.items()
+    sources = dict(zip(shards.tensor.tolist(), captured.sources, strict=True)) if has_bytes else {}
     return list_own_parts(
-        {address: (part.key, _digest(part.tree, tensors, sources, registry=registry)) for address, part in parts}
+        {address: (part.key, _digest(part.tree, shards.tensors, sources, registry=registry)) for address, part in parts}
     )
 
 
@@ -31,6 +34,7 @@ def _digest(tree: object, tensors: TensorTable, sources: dict[int, Source], *, r
         # Not by its address, which ends in the rank.
         row = tensors.rows[mark.address]
         stored = row if tensors.alias_of[row] == NOT_AN_ALIAS else int(tensors.alias_of[row])
-        return (mark.kind, tensors.dtypes[row], tensors.shape(row), digest_source(sources[stored]))
+        digest = digest_source(sources[stored]) if sources else b""
+        return (mark.kind, tensors.dtypes[row], tensors.shape(row), digest)
 
     return xxhash.xxh3_64_digest(canonical_bytes(map_marks(tree, describe), registry=registry))

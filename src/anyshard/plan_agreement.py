@@ -7,7 +7,7 @@ all posts: if nobody has one it plans afresh, if some have the save ends on all 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
 from anyshard.agreed_plan import AgreedPlan, GlobalPlan, PlanCache, Structure, plan_together, take_plan
@@ -23,25 +23,43 @@ from anyshard.records.value_parts import decode_part_list, encode_part_list
 _SHOWN = 5
 
 
-@final
-class PlanAgreement:
-    """One rank's side of it, for one save of a structure."""
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A structure that is to be saved, and the plan that an earlier save of it has left."""
 
-    def __init__(
-        self, agreement: Agreement, group: Group, plans: PlanCache, structure: Structure, *, max_blob_nbytes: int
-    ) -> None:
-        self._agreement = agreement
-        self._group = group
-        self._plans = plans
-        self._structure = structure
-        self._max_blob_nbytes = max_blob_nbytes
-        self._fingerprint = structure.fingerprint(world_size=group.size, max_blob_nbytes=max_blob_nbytes)
-        self._known = plans.find(structure, self._fingerprint)
+    structure: Structure
+    fingerprint: str
+    plan: AgreedPlan | None
+    max_blob_nbytes: int
 
     @property
     def is_first(self) -> bool:
         """Whether this rank has no plan of an earlier save for this structure."""
-        return self._known is None
+        return self.plan is None
+
+
+def find_candidate(plans: PlanCache, structure: Structure, *, world_size: int, max_blob_nbytes: int) -> Candidate:
+    """A structure with the plan that is kept for it, if there is one."""
+    fingerprint = structure.fingerprint(world_size=world_size, max_blob_nbytes=max_blob_nbytes)
+    return Candidate(structure, fingerprint, plans.find(structure, fingerprint), max_blob_nbytes)
+
+
+@final
+class PlanAgreement:
+    """One rank's side of it, for one save of a structure."""
+
+    def __init__(self, agreement: Agreement, group: Group, plans: PlanCache, candidate: Candidate) -> None:
+        self._agreement = agreement
+        self._group = group
+        self._plans = plans
+        self._candidate = candidate
+        self._structure = candidate.structure
+        self._known = candidate.plan
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has no plan of an earlier save for this structure."""
+        return self._candidate.is_first
 
     def post(self, *, values_nbytes: int) -> None:
         """Tell the coordinator what this rank has, and how much its per-rank values take; without waiting for anybody."""
@@ -65,7 +83,7 @@ class PlanAgreement:
         if self._known is not None:
             return self._known
         structures, values_nbytes = self._collect() if self._group.size > 1 else ((self._structure,), 0)
-        common, plans = plan_together(structures, max_blob_nbytes=self._max_blob_nbytes)
+        common, plans = plan_together(structures, max_blob_nbytes=self._candidate.max_blob_nbytes)
         self._agreement.hand_out("plan", [plan.encode() for plan in plans])
         common = replace(common, nbytes=common.nbytes + values_nbytes)
         return take_plan(plans[self._group.rank], self._structure, common=common)
@@ -82,7 +100,7 @@ class PlanAgreement:
     def keep(self, plan: AgreedPlan) -> None:
         """Keep the plan for later saves; once the save is committed, so that all ranks keep it or none."""
         if self._known is None:
-            self._plans.keep(self._structure, self._fingerprint, plan)
+            self._plans.keep(self._structure, self._candidate.fingerprint, plan)
 
     def _collect(self) -> tuple[Sequence[Structure], int]:
         """What all ranks hold, and how much the per-rank values take of all but this one; equal messages become one object."""

@@ -124,11 +124,39 @@ def test_memory_can_be_freed_after_a_save_and_not_before() -> None:
         source.read_into(0, memoryview(bytearray(4)))
 
 
+@pytest.mark.parametrize("kind", [tensors.HostSource, tensors.DeviceSource])
+def test_memory_that_was_replaced_is_an_error(kind: type[tensors.HostSource | tensors.DeviceSource]) -> None:
+    """A parameter that was given other data, or was resized, is not what was captured any more."""
+    changes: list[Callable[[torch.nn.Parameter], object]] = [
+        lambda param: setattr(param, "data", torch.zeros(4, 2)),
+        lambda param: param.data.untyped_storage().resize_(0),
+    ]
+    for change in changes:
+        param = torch.nn.Parameter(torch.ones(4, 2))
+        source = kind(param, "s/w")
+        change(param)
+        with pytest.raises(InvalidAppState, match="s/w: expected a tensor that keeps its memory"):
+            source.read_into(0, memoryview(bytearray(4)))
+
+
+def test_sources_say_where_their_bytes_lie() -> None:
+    """Of a parameter no view is made before it is read; a conj view is resolved then, with what its elements are by then."""
+    param, view = torch.nn.Parameter(torch.ones(4, 2)), torch.ones(3, dtype=torch.complex64).conj()
+    plain, resolved = tensors.source_of(param, "p"), tensors.source_of(view, "c")
+    assert isinstance(plain, tensors.HostSource)
+    assert isinstance(resolved, tensors.HostSource)
+    assert (param, param.data_ptr(), 32) == (plain.tensor, plain.data_ptr, plain.nbytes)
+    assert plain.bits is plain.bits
+    assert (param.data_ptr(), torch.int32) == (plain.bits.data_ptr(), plain.bits.dtype)
+    view.fill_(2 + 1j)
+    assert [2 + 1j] * 3 == resolved.bits.view(torch.complex64).tolist()
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4)])
 def test_device_source_reads_any_part(shape: tuple[int, ...]) -> None:
     """The source for other devices, run here on host memory, gives every aligned part of dense and transposed tensors."""
     for tensor in (torch.randn(shape), torch.randn(shape[::-1]).permute(tuple(range(len(shape)))[::-1])):
-        whole, source = raw(tensor), tensors.DeviceSource(tensors.bits_of(tensor))
+        whole, source = raw(tensor), tensors.DeviceSource(tensor, "w")
         assert len(whole) == source.nbytes
         for start in range(0, len(whole), 4):
             for stop in range(start + 4, len(whole) + 1, 4):

@@ -15,7 +15,7 @@ from anyshard.storage.memory import MemoryStore
 def forge(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> MemoryStore:
     """A checkpoint with a per-rank value, and with other members in its values slot than a save writes."""
     encode = lambda values, **how: encode_section(replace(values, **changes), **how)  # noqa: E731 - one line says it
-    monkeypatch.setattr("anyshard.saving.encode_section", encode)
+    monkeypatch.setattr("anyshard.snapshot.encode_section", encode)
     store = MemoryStore()
     anyshard.save(store, {"s": {"own": anyshard.PerRank(1), "x": 2}})
     return store

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from anyshard.engine.samples import Sampling, digest_replicas, list_row_digests
-from anyshard.records.handles import BITS_DTYPES, ArraySource
+from anyshard.engine.samples import Sampling, digest_rows, digest_sets, list_row_digests, make_seed
+from anyshard.records.handles import BITS_DTYPES, ArraySource, Source
 from anyshard.records.rank_table import RankTable, make_rank_table
 from anyshard.records.replica_digests import SetDigest
 from anyshard.records.tables import IntColumn, ShardTable, make_tensor_table, whole_shards
@@ -30,10 +30,15 @@ def make_table(*arrays: Bits, buffers: Sequence[str] = ()) -> RankTable:
     return make_rank_table(whole_shards(tensors), ("a",), buffers=frozenset(buffers))
 
 
+def digest_all(sources: Sequence[Source], table: RankTable, sets: IntColumn, sampling: Sampling) -> dict[int, SetDigest]:
+    """The digests of all sets of a rank."""
+    return digest_sets(digest_rows(sources, table, replica_set=sets, sampling=sampling), table, replica_set=sets)
+
+
 def digest(*arrays: Bits, sampling: Sampling = SAMPLED, buffers: Sequence[str] = ()) -> SetDigest:
     """The digest of one set that holds all of these."""
     sources, table = [ArraySource(array) for array in arrays], make_table(*arrays, buffers=buffers)
-    return digest_replicas(sources, table, replica_set=np.zeros(len(arrays), dtype=np.int64), sampling=sampling)[0]
+    return digest_all(sources, table, np.zeros(len(arrays), dtype=np.int64), sampling)[0]
 
 
 class RecordingSource(ArraySource):
@@ -52,7 +57,7 @@ class RecordingSource(ArraySource):
 def list_reads(array: Bits, sampling: Sampling) -> list[tuple[int, int]]:
     """The ranges that are read of a tensor."""
     source = RecordingSource(array)
-    digest_replicas([source], make_table(array), replica_set=np.zeros(1, dtype=np.int64), sampling=sampling)
+    digest_rows([source], make_table(array), replica_set=np.zeros(1, dtype=np.int64), sampling=sampling)
     return source.reads
 
 
@@ -116,7 +121,7 @@ def test_another_seed_moves_the_cells() -> None:
     first, second = (list_reads(array, Sampling(seed, in_full=False)) for seed in (1, 2))
     assert sum(a != b for a, b in zip(first, second, strict=True)) > 60
     sources = [RecordingSource(array) for _ in range(2)]
-    digest_replicas(sources, make_table(array, array), replica_set=np.zeros(2, dtype=np.int64), sampling=SAMPLED)
+    digest_rows(sources, make_table(array, array), replica_set=np.zeros(2, dtype=np.int64), sampling=SAMPLED)
     assert sources[0].reads != sources[1].reads
 
 
@@ -135,7 +140,7 @@ def test_the_order_of_rows_does_not_matter() -> None:
     digests = []
     for order in ([0, 1, 2], [2, 1, 0]):
         table, sources, sets = cut_in_two(order)
-        digests.append(digest_replicas(sources, table, replica_set=sets, sampling=SAMPLED))
+        digests.append(digest_all(sources, table, sets, SAMPLED))
     assert digests[0] == digests[1]
     assert [5, 7] == list(digests[0])
 
@@ -144,7 +149,7 @@ def test_rows_in_no_set_are_not_read() -> None:
     """What nobody else holds costs nothing."""
     array = np.zeros(8, dtype=np.uint8)
     source = RecordingSource(array)
-    assert {} == digest_replicas([source], make_table(array), replica_set=np.array([-1]), sampling=FULL)
+    assert {} == digest_all([source], make_table(array), np.array([-1]), FULL)
     assert [] == source.reads
 
 
@@ -169,7 +174,12 @@ def test_row_digests_say_which_tensor_differs(sampling: Sampling) -> None:
     arrays = [np.zeros(MIB, dtype=np.uint8) for _ in range(4)]
     table, sets = make_table(*arrays, buffers=["a/3"]), np.array([2, 2, 4, 2])
     before, after = (
-        list_row_digests([ArraySource(a) for a in held], table, replica_set=sets, sets=[2], sampling=sampling)
+        list_row_digests(
+            digest_rows([ArraySource(a) for a in held], table, replica_set=sets, sampling=sampling),
+            table,
+            replica_set=sets,
+            sets=[2],
+        )
         for held in (arrays, [arrays[0], arrays[1] + 1, arrays[2] + 1, arrays[3] + 1])
     )
     assert {2: ["a/0", "a/1"]} == {number: list(digests) for number, digests in before.items()}
@@ -179,7 +189,35 @@ def test_row_digests_say_which_tensor_differs(sampling: Sampling) -> None:
 def test_row_digests_cover_all_rows_of_a_tensor() -> None:
     """A tensor of several rows in one set has one digest of them all; rows in other sets are apart."""
     table, sources, sets = cut_in_two([0, 1, 2])
-    apart = list_row_digests(sources, table, replica_set=sets, sets=(5, 7, 9), sampling=FULL)
+    rows = digest_rows(sources, table, replica_set=sets, sampling=FULL)
+    apart = list_row_digests(rows, table, replica_set=sets, sets=(5, 7, 9))
     assert {5: ["a/v", "a/w"], 7: ["a/w"]} == {number: list(digests) for number, digests in apart.items()}
-    together = list_row_digests(sources, table, replica_set=sets * 0, sets=(0,), sampling=FULL)
+    together = list_row_digests(rows, table, replica_set=sets * 0, sets=(0,))
     assert together[0]["a/w"] not in (apart[5]["a/w"], apart[7]["a/w"])
+
+
+def test_the_order_of_rows_does_not_matter_for_single_tensors() -> None:
+    """Ranks that hold the rows of a tensor in another order list the same digest of it."""
+    listed = []
+    for order in ([0, 1, 2], [2, 1, 0]):
+        table, sources, sets = cut_in_two(order)
+        rows = digest_rows(sources, table, replica_set=sets * 0, sampling=FULL)
+        listed.append(list_row_digests(rows, table, replica_set=sets * 0, sets=(0,)))
+    assert listed[0] == listed[1]
+
+
+def test_nothing_is_read_twice() -> None:
+    """Digests of sets and of tensors are made from those of rows, which are read once each."""
+    arrays = [np.zeros(size, dtype=np.uint8) for size in (3, 3 * MIB)]
+    sources, table, sets = [RecordingSource(array) for array in arrays], make_table(*arrays), np.zeros(2, dtype=np.int64)
+    rows = digest_rows(sources, table, replica_set=sets, sampling=FULL)
+    digest_sets(rows, table, replica_set=sets)
+    list_row_digests(rows, table, replica_set=sets, sets=[0])
+    assert [1, 3] == [len(source.reads) for source in sources]
+
+
+def test_seeds_come_from_texts() -> None:
+    """A text, of any characters that a path may have, has one seed of 64 bits, and another text another one."""
+    seeds = [make_seed(f"plan save of /mnt/{name}") for name in ("a", "b", "\N{GREEK SMALL LETTER ALPHA}", "\udcff")]
+    assert (4, True) == (len(set(seeds)), all(0 <= seed < 1 << 64 for seed in seeds))
+    assert 0x27B1F9E967E45624 == make_seed("plan save of /mnt/a")

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anyshard.engine.crew import Patience, StorageStuck
-from anyshard.engine.slots import describe_blob
+from anyshard.engine.slots import tabulate_slots
 from anyshard.engine.write import WriteJob, write_blobs
 from anyshard.errors import InvalidAppState, StorageFull
 from anyshard.monitor.events import Emitter
@@ -19,7 +21,7 @@ from anyshard.monitor.sinks import RecordingSink
 from anyshard.planning.pack import plan_save
 from anyshard.records.digests import cell_digests
 from anyshard.records.handles import ArraySource
-from anyshard.records.layout import lay_out
+from anyshard.records.layout import lay_out, place_after
 from anyshard.records.tables import make_tensor_table, whole_shards
 from anyshard.records.tail import BLOB_ALIGNMENT, CELL_NBYTES, HEAD_NBYTES, decode_tail, encode_head
 from anyshard.storage.local import LocalStore
@@ -75,6 +77,16 @@ def scene() -> Scene:
 def test_layout_aligns_small_and_large_extents() -> None:
     """Extents follow the head at multiples of 64 bytes, from 64 KiB up of 4096 bytes."""
     assert [64, 192, 4096, 69632] == lay_out(np.array([100, 1, 65536, 65535])).tolist()
+
+
+@given(st.lists(st.sampled_from([0, 1, 63, 64, 65, 4096, 65535, 65536, 65537, 70000, 1 << 40]) | st.integers(0, 200_000)))
+def test_layout_is_that_of_one_extent_after_the_other(sizes: list[int]) -> None:
+    """All positions at once are those that placing each extent behind the one before gives."""
+    expected, end = [], HEAD_NBYTES
+    for nbytes in sizes:
+        expected.append(place_after(end, nbytes))
+        end = expected[-1] + nbytes
+    assert expected == lay_out(np.array(sizes, dtype=np.int64)).tolist()
 
 
 def test_blob_is_head_extents_zeros_and_values(scene: Scene) -> None:
@@ -179,6 +191,22 @@ def test_failed_save_leaves_no_unfinished_file(scene: Scene, tmp_path: Path, ver
     assert () == local.list("data/optimizer/").entries
 
 
+def test_check_is_called_until_the_last_block_is_written(gate: threading.Event) -> None:
+    """An error of another rank ends a save whose blocks are all staged while storage is slow."""
+    calls = []
+
+    def check() -> None:
+        calls.append(None)
+        if len(calls) > 2:  # the blob has two blocks
+            gate.set()
+            raise RuntimeError("rank 1 has failed")
+
+    store = FaultStore(MemoryStore(), [Rule(Verb.WRITE_AT, "data/*", do_before(gate.wait))])
+    with pytest.raises(RuntimeError, match="rank 1 has failed"):
+        make_scene(make_arrays({"model/a": 2 * CELL_NBYTES - 4096})).write(store, check=check)
+    assert {} == store.inner.snapshot()
+
+
 def test_error_of_a_source_names_address_and_file(scene: Scene) -> None:
     """A tensor that cannot be read fails the save with its own error and a note that says where."""
 
@@ -262,8 +290,7 @@ def test_many_ties_cost_little(scene: Scene) -> None:
     names = [f"m/{i:06}" for i in range(100_000)]
     tensors = make_tensor_table(names, ["uint8"] * len(names), [(3,)] * len(names), dict.fromkeys(names[1:], names[0]))
     plan = plan_save(whole_shards(tensors), ["m"], rank=0, max_blob_nbytes=1 << 30)
-    identity = WriteJob(1, ATTEMPT, None, None, 1, "test", {}).identify(plan.blobs[0])
     began = time.process_time()
-    tail = describe_blob(plan.shards, plan.blobs[0], identity=identity, values_nbytes=None)
+    slots = tabulate_slots(plan.shards, plan.blobs[0])
     assert time.process_time() - began < 5
-    assert {names[0]: tuple(names[1:])} == tail.also
+    assert {names[0]: tuple(names[1:])} == slots.table.also

@@ -71,13 +71,13 @@ def count_collectives(place: str) -> dict[str, list[int]]:
     }
     counted = {}
     for name, act in acts.items():
-        before = _count_calls_and_groups()
+        before = count_calls_and_groups()
         act()
-        counted[name] = [now - then for now, then in zip(_count_calls_and_groups(), before, strict=True)]
+        counted[name] = [now - then for now, then in zip(count_calls_and_groups(), before, strict=True)]
     return counted
 
 
-def _count_calls_and_groups() -> tuple[int, int]:
+def count_calls_and_groups() -> tuple[int, int]:
     # Whatever thread a collective is called on, and through whatever interface, its process group numbers it.
     groups = list(distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups), len(groups)
@@ -196,11 +196,11 @@ def save_often(place: str, counted: Sequence[int]) -> list[tuple[int, ...]]:
         if number % 5 == 0:
             anyshard.load(place, state)
         if number in counted:
-            counts.append(_count_resources())
+            counts.append(count_resources())
     return counts
 
 
-def _count_resources() -> tuple[int, ...]:
+def count_resources() -> tuple[int, ...]:
     """Keys, threads, descriptors, process groups, at a moment when no rank is doing anything."""
     for thread in threading.enumerate():
         if thread.name == "anyshard-storage":  # ends as soon as it has been idle for a while

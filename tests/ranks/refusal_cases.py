@@ -152,7 +152,7 @@ def digest_for_ever(place: str) -> tuple[str, str]:
 
     rules = [Rule(Verb.CREATE_BLOB, "*", do_before(fail))]
     store = FaultStore(LocalStore(place), rules if dist.get_rank() == 0 else [])
-    with patch("anyshard.comparison.digest_replicas", digest):
+    with patch("anyshard.comparison.digest_rows", digest):
         return tell(lambda: anyshard.save(store, {"model": {"w": torch.ones(3)}}))
 
 

@@ -8,10 +8,14 @@ import zstandard
 
 from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat
 from anyshard.records.footer import FOOTER_NBYTES, Footer, decode_footer, digest_of, encode_footer
-from anyshard.records.tail import Tail, decode_head, decode_tail, encode_head, encode_tail
+from anyshard.records.slot_table import SlotColumns, SlotTable
+from anyshard.records.tail import Tail, decode_head, decode_tail, encode_head, encode_tail, join_tail, measure_blob
 from tests.records.samples import ATTEMPT, make_tail
 
 POSITION = make_tail().tail_position
+TABLE = SlotTable(
+    SlotColumns(**{field.name: getattr(make_tail(), field.name) for field in dataclasses.fields(SlotColumns)}), make_tail().also
+)
 
 
 def decode(data, *, tail_position=POSITION, max_slots=4):
@@ -37,6 +41,11 @@ def put_together(frame, cells, footer, **changes):
         body_digest=digest_of(body),
     )
     return body + encode_footer(dataclasses.replace(right, **changes))
+
+
+def replace_last(column, value):
+    """The column with another last value."""
+    return np.append(column[:-1], value)
 
 
 def repack(raw, **changes):
@@ -99,6 +108,25 @@ def test_length_of_a_tail_does_not_depend_on_cell_digests():
     other = make_tail(cell_digests=np.array([2**64 - 1], dtype=np.uint64))
     assert len(encode_tail(make_tail())) == len(encode_tail(other))
     assert 2**64 - 1 == decode(encode_tail(other)).cell_digests[0]
+
+
+def test_slots_made_once_are_packed_for_every_save():
+    """A table is packed for other writers, and with another extent of its last slot: as if it were made anew each time."""
+    for position, nbytes in ((1152, 10), (4096, 70_000), (1152, 0)):
+        for step in (1, 2):
+            tail = make_tail(identity=dataclasses.replace(make_tail().identity, step=step))
+            tail = dataclasses.replace(
+                tail, position=replace_last(tail.position, position), nbytes=replace_last(tail.nbytes, nbytes)
+            )
+            slots = TABLE.pack(tail.identity, last=(position, nbytes))
+            options = {"cell_nbytes": tail.cell_nbytes, "tail_position": tail.tail_position}
+            assert encode_tail(tail) == join_tail(slots, tail.cell_digests, **options)
+
+
+def test_length_of_a_blob_is_known_before_its_digests():
+    """What a writer reserves is what it writes."""
+    data, tail = encode_tail(make_tail()), make_tail()
+    assert POSITION + len(data) == measure_blob(TABLE.pack(tail.identity), num_cells=1, tail_position=POSITION)
 
 
 def test_head_is_64_bytes_and_names_the_attempt():

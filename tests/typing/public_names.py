@@ -18,6 +18,18 @@ def check_verbs(url: str, path: Path, app_state: dict[str, Any]) -> None:
     assert_type(anyshard.escape("a*b"), str)
 
 
+def check_async(url: str, app_state: dict[str, Any]) -> None:
+    """A pending save gives the report of a save; a rehearsal has one of its own."""
+    pending = anyshard.async_save(url, app_state, options=anyshard.SaveOptions(staging="lazy"))
+    assert_type(pending, anyshard.PendingSave)
+    assert_type(pending.staged(timeout_s=1.0), None)
+    assert_type(pending.committed(), anyshard.SaveReport)
+    assert_type(pending.status(), tuple[anyshard.RankStatus, ...])
+    layout = anyshard.Layout(mesh={"tp": 2}, shard={"**": {"tp": 0}})
+    assert_type(anyshard.prepare(url, app_state, also=[layout]), anyshard.PrepareReport)
+    assert_type(anyshard.wait_all(timeout_s=1.0), None)
+
+
 def check_checkpoint(url: str) -> None:
     """An open checkpoint says what it holds; a leaf may be a tensor or any value."""
     with anyshard.open(url) as checkpoint:

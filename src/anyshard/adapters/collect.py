@@ -45,7 +45,7 @@ _Region: TypeAlias = tuple[Sequence[int], Sequence[int], Source]  # offsets, len
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class Leaf:
     """A logical tensor and what this rank holds of it, in rising order of offsets."""
 
     dtype: str
@@ -54,7 +54,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class Taken:
     """A tensor that was met, the plain tensor in which its elements lie here, and its addresses."""
 
     tensor: torch.Tensor
@@ -76,9 +76,9 @@ class Collector:
     """Takes leaves by address and gives back the marks that stand for them; `finish` makes the tables."""
 
     def __init__(self) -> None:
-        self._leaves: dict[str, _Leaf] = {}
-        # The tensors are kept, else a temporary one could die and another one inherit its id.
-        self._tensors: dict[tuple[str, int | None, int], _Taken] = {}
+        self.leaves: dict[str, Leaf] = {}
+        # By section, rank and id. The tensors are kept, else a temporary one could die and another one inherit its id.
+        self.tensors: dict[tuple[str, int | None, int], Taken] = {}
         self._warnings: list[str] = []
         self._buffers: set[str] = set()
         self._branches: set[str] = set()
@@ -109,13 +109,13 @@ class Collector:
         """The tables of all leaves taken. Tied tensors are stored under the smallest of their addresses."""
         aliases = {
             address: names[0]
-            for names in (sorted(taken.addresses, key=str.encode) for taken in self._tensors.values())
+            for names in (sorted(taken.addresses, key=str.encode) for taken in self.tensors.values())
             for address in names[1:]
         }
         self._warn_of_shared_memory()
-        synchronise(taken.local.device for taken in self._tensors.values())
-        leaves = self._leaves.values()
-        table = make_tensor_table(tuple(self._leaves), [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves], aliases)
+        synchronise(taken.local.device for taken in self.tensors.values())
+        leaves = self.leaves.values()
+        table = make_tensor_table(tuple(self.leaves), [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves], aliases)
         shards, sources = self._list_regions(table)
         return Captured(
             shards,
@@ -128,7 +128,7 @@ class Collector:
 
     def _list_regions(self, table: TensorTable) -> tuple[ShardTable, tuple[Source, ...]]:
         stored = np.flatnonzero(table.alias_of == NOT_AN_ALIAS)
-        held = [self._leaves[table.addresses[tensor]].regions for tensor in stored.tolist()]
+        held = [self.leaves[table.addresses[tensor]].regions for tensor in stored.tolist()]
         tensor = np.repeat(stored, np.array([len(regions) for regions in held], dtype=np.int64))
         regions, width = list(chain.from_iterable(held)), table.shapes.shape[1]
         offsets = _make_columns([offsets for offsets, _, _ in regions], width, fill=0)
@@ -138,7 +138,7 @@ class Collector:
     def _warn_of_shared_memory(self) -> None:
         """Say which tensors lie on memory of another one; tied ones, which are the same elements, are no such case."""
         distinct = {
-            identity(taken.tensor): (taken.local, taken.addresses[0]) for taken in self._tensors.values() if taken.local.numel()
+            identity(taken.tensor): (taken.local, taken.addresses[0]) for taken in self.tensors.values() if taken.local.numel()
         }
         by_storage: dict[int, list[tuple[torch.Tensor, str]]] = {}
         for tensor, name in distinct.values():
@@ -170,16 +170,16 @@ class Collector:
             return {name: self._take_tensor(part, join_address(address, name), rank) for name, part in parts}
         local = local_tensor(tensor, address)  # first, for it refuses tensors that have no shape
         place = _place_of(address, rank)
-        taken = self._tensors.setdefault((section_of(address), rank, id(tensor)), _Taken(tensor, local, []))
+        taken = self.tensors.setdefault((section_of(address), rank, id(tensor)), Taken(tensor, local, []))
         taken.addresses.append(place)
         if is_dtensor(tensor):
             return self._add(place, _leaf_of_dtensor(tensor, local, address), "tensor")
         return self._add(place, _whole_leaf(dtype_name(tensor.dtype), tuple(tensor.shape), source_of(local, address)), "tensor")
 
-    def _add(self, address: str, leaf: _Leaf, kind: Any) -> TensorMark:
-        if address in self._leaves:
+    def _add(self, address: str, leaf: Leaf, kind: Any) -> TensorMark:
+        if address in self.leaves:
             raise InvalidAppState(f"{show(address)}: expected one tensor with this address, found two; rename one of them")
-        self._leaves[address] = leaf
+        self.leaves[address] = leaf
         return TensorMark(address, kind)
 
 
@@ -201,18 +201,18 @@ def _place_of(address: str, rank: int | None) -> str:
     return address if rank is None else join_address(address, f"~r{rank}")
 
 
-def _whole_leaf(dtype: str, shape: tuple[int, ...], source: Source) -> _Leaf:
-    return _Leaf(dtype, shape, [((0,) * len(shape), shape, source)])
+def _whole_leaf(dtype: str, shape: tuple[int, ...], source: Source) -> Leaf:
+    return Leaf(dtype, shape, [((0,) * len(shape), shape, source)])
 
 
-def _leaf_of_dtensor(tensor: DTensor, local: torch.Tensor, address: str) -> _Leaf:
+def _leaf_of_dtensor(tensor: DTensor, local: torch.Tensor, address: str) -> Leaf:
     regions, elements = regions_of(tensor, address), local.detach()
     sources = [source_of(elements[regions.slices(row)], address) for row in range(len(regions))]
     held = list(zip(regions.offsets.tolist(), regions.lengths.tolist(), sources, strict=True))
-    return _Leaf(dtype_name(tensor.dtype), tuple(tensor.shape), held)
+    return Leaf(dtype_name(tensor.dtype), tuple(tensor.shape), held)
 
 
-def _leaf_of_array(array: NDArray[Any], address: str) -> _Leaf:
+def _leaf_of_array(array: NDArray[Any], address: str) -> Leaf:
     name = array.dtype.name
     if name not in DTYPES or numpy_dtype(name) != array.dtype or array.ndim > MAX_NDIM:
         raise UnsupportedValue(

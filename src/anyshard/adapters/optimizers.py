@@ -183,9 +183,16 @@ def shard_key(param: torch.Tensor, address: str) -> str:
 
 
 def _capture_group(group: LiveGroup, address: str, collector: Collector) -> dict[str, object]:
-    options = {key: value for key, value in group.options.items() if key not in NOT_OPTIONS}
     collector.branch(address, join_address(address, "params"))
-    return {"options": collector.take(options, address), "params": dict.fromkeys(sorted(group.names, key=str.encode))}
+    return {
+        "options": take_options(group.options, address, collector),
+        "params": dict.fromkeys(sorted(group.names, key=str.encode)),
+    }
+
+
+def take_options(group: Mapping[str, object], address: str, collector: Collector) -> object:
+    """The tree of the options of a group that has this address."""
+    return collector.take({key: value for key, value in group.items() if key not in NOT_OPTIONS}, address)
 
 
 def _list_other_state(
@@ -214,6 +221,11 @@ def _warn_if_empty(groups: Sequence[LiveGroup], tree: Mapping[str, object], addr
             f"{show(address)}: 0 of {num_params} parameters have state; right before the first step and for optimizers without "
             "state, else pass the inner optimizers"
         )
-    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-    if any(vars(group.optimizer).get(hook) for group in groups for hook in hooks):
+    if any(has_hooks(group.optimizer) for group in groups):
         collector.warn(f"{show(address)}: the hooks of the optimizer's state_dict are not run")
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has hooks on its state dict, which a save does not run."""
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    return any(vars(optimizer).get(hook) for hook in hooks)

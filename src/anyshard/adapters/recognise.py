@@ -8,7 +8,7 @@ statefuls, containers, tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +29,16 @@ _WRAPPERS = {
     ("accelerate.optimizer", "AcceleratedOptimizer"): "optimizer",
     ("accelerate.scheduler", "AcceleratedScheduler"): "scheduler",
 }
+
+# What torch itself does to state dicts without changing what is in them. FSDP2's hook puts the sharded parameters back before.
+_RESHARDING = (
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+    "FSDPParamGroup._register_state_dict_hooks.<locals>.to_sharded_hook",
+)
+_RENAMING = frozenset(
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", f"ActivationWrapper.{name}")
+    for name in ("_post_state_dict_hook", "named_parameters")
+)
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _METHODS = ("state_dict", "load_state_dict")  # what makes an object a stateful
@@ -63,6 +73,29 @@ def unwrap(value: object) -> Any:
     while attribute := wrapped_attribute(value):
         value = getattr(value, attribute)
     return value
+
+
+def puts_shards_back(hook: object) -> bool:
+    """Whether a hook before a module's state dict is FSDP2's, which does nothing but to put the sharded parameters in place."""
+    return _name_of(hook) == _RESHARDING
+
+
+def only_renames(function: object) -> bool:
+    """Whether a hook behind a module's state dict, or a method that lists names, only takes the name of a wrapper out."""
+    return _name_of(function) in _RENAMING
+
+
+def _name_of(function: object) -> tuple[object, object]:
+    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+
+
+def list_scattered(module: torch.nn.Module) -> Iterator[int]:
+    """Ids of the parameters that FSDP1 has cut and spread over the ranks, so that each rank's piece looks like a whole tensor."""
+    for part in module.modules():
+        handle: Any = getattr(part, "_handle", None)
+        if type(handle).__name__ == "FlatParamHandle" and handle.uses_sharded_strategy:
+            flat = handle.flat_param
+            yield from map(id, (flat, *(getattr(flat, "_params", None) or ())))
 
 
 def recognise(value: object, registry: ValueRegistry, address: str) -> Kind:

@@ -12,7 +12,7 @@ import torch
 
 from anyshard.adapters.modules import ModuleView, name_parameters
 from anyshard.adapters.per_rank import PerRank
-from anyshard.adapters.recognise import Kind, holds, is_object, parts_of, recognise, unwrap
+from anyshard.adapters.recognise import Kind, holds, is_object, list_scattered, parts_of, recognise, unwrap
 from anyshard.adapters.tensors import is_dtensor
 from anyshard.errors import InvalidAppState, LimitExceeded
 from anyshard.records.addresses import component, join_address, show
@@ -51,6 +51,15 @@ def survey(app_state: Mapping[str, object], registry: ValueRegistry) -> Survey:
     for name, value in app_state.items():
         if holds(value, lambda leaf: is_object(leaf, registry) or is_dtensor(leaf)):
             surveyor.visit(value, component(name), frozenset())
+    surveyor.check_whole()
+    return Survey(registry, surveyor.views, surveyor.names, surveyor.holders, surveyor.mesh)
+
+
+def survey_parts(parts: Mapping[str, object], registry: ValueRegistry) -> Survey:
+    """Look over single nodes of an app state by their addresses."""
+    surveyor = _Surveyor(registry)
+    for address, value in parts.items():
+        surveyor.visit(value, address, frozenset())
     return Survey(registry, surveyor.views, surveyor.names, surveyor.holders, surveyor.mesh)
 
 
@@ -72,6 +81,18 @@ class _Surveyor:
         self.names: dict[str, dict[int, str]] = {}
         self.holders: set[int] = set()
         self.mesh: dict[str, int] = {}
+        self._scattered: set[int] = set()
+        self._optimized: dict[str, list[torch.Tensor]] = {}
+
+    def check_whole(self) -> None:
+        """Refuse optimizers of parameters that FSDP1 has spread over ranks, for nothing tells which part of what is whose."""
+        for address, params in self._optimized.items():
+            if any(id(param) in self._scattered for param in params):
+                raise InvalidAppState(
+                    f"{show(address)}: expected an optimizer of whole parameters or of DTensors, found parameters that FSDP1 "
+                    "(FullyShardedDataParallel) has cut and spread over ranks, which this release cannot put together; use FSDP2 "
+                    "(fully_shard), or leave the optimizer out"
+                )
 
     def visit(self, value: Any, address: str, around: frozenset[int]) -> bool:
         """Look over one node; true if it is an object or holds one."""
@@ -87,7 +108,9 @@ class _Surveyor:
             case Kind.STATEFUL if isinstance(value, torch.nn.Module):
                 self._add_names(value, {}, address)
             case Kind.OPTIMIZERS:
-                self._note_mesh(param for part in parts_of(value) for group in part.param_groups for param in group["params"])
+                params = [param for part in parts_of(value) for group in part.param_groups for param in group["params"]]
+                self._optimized[address] = params
+                self._note_mesh(params)
             case Kind.TENSOR:
                 self._note_mesh([value])
             case Kind.PER_RANK:
@@ -116,6 +139,7 @@ class _Surveyor:
 
     def _add_names(self, module: torch.nn.Module, state: Mapping[str, object], address: str) -> None:
         self.names.setdefault(address, {}).update(name_parameters(module, state))
+        self._scattered.update(list_scattered(module))
         self._note_mesh(chain(state.values(), module.parameters()))
 
     def _note_mesh(self, tensors: Iterable[object]) -> None:

@@ -215,9 +215,9 @@ def host_bits(bits: torch.Tensor) -> NDArray[np.generic]:
 
 
 def source_of(tensor: torch.Tensor, address: str) -> Source:
-    """A source of a checked plain tensor's bytes, which copies none now but those of conj and neg views."""
-    bits = bits_of(tensor)
-    return HostSource(bits, address) if bits.device.type == "cpu" else DeviceSource(bits)
+    """A source of a checked plain tensor's bytes, which neither copies nor looks at one of them now."""
+    plain = tensor if type(tensor) in _PLAIN else tensor.detach().as_subclass(torch.Tensor)
+    return HostSource(plain, address) if plain.is_cpu else DeviceSource(plain, address)
 
 
 def destination_of(tensor: torch.Tensor, dtype: torch.dtype) -> Destination:
@@ -251,48 +251,61 @@ def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-@final
-class HostSource:
-    """Source over a tensor in host memory; an error if that was freed or moved before it has been read."""
+class _TensorSource:
+    """What both sources over a tensor have. Making one does nothing but store: an app state may have 100,000 tensors."""
 
-    def __init__(self, bits: torch.Tensor, address: str) -> None:
-        self._bits = bits
+    __slots__ = ("_address", "_array", "_bits", "data_ptr", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, address: str) -> None:
+        self.tensor = tensor
+        self.data_ptr = tensor.data_ptr()
+        self.nbytes = tensor.nbytes
         self._address = address
-        self._place = bits.data_ptr()
-        self._source: ArraySource | None = None  # made when it is read, so that taking an app state apart is quick
+        self._bits: torch.Tensor | None = None
+        self._array: ArraySource | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Length of the tensor's bytes."""
-        return self._bits.numel() * self._bits.element_size()
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Copy the bytes [start, start + len(out)) into `out`."""
-        if self._bits.data_ptr() != self._place:
+    def bits(self) -> torch.Tensor:
+        """What `bits_of` gives, made on first use. Raises `InvalidAppState` if the memory is not the tensor's any more."""
+        tensor = self.tensor
+        if tensor.data_ptr() != self.data_ptr or tensor.nbytes != self.nbytes:
             raise InvalidAppState(
                 f"{show(self._address)}: expected a tensor that keeps its memory while it is saved, found that its storage was "
-                "freed or resized; do so after the save has returned"
+                "freed, resized or replaced; do so after the save has returned, or an asynchronous one is staged"
             )
-        if self._source is None:
-            self._source = ArraySource(host_bits(self._bits))
-        self._source.read_into(start, out)
+        if self._bits is None:
+            self._bits = bits_of(tensor)
+        return self._bits
 
 
 @final
-class DeviceSource:
-    """Source over a tensor that is not in host memory; copies part by part."""
+class HostSource(_TensorSource):
+    """Source over a tensor in host memory; an error if that was freed, resized or replaced before it has been read.
 
-    def __init__(self, bits: torch.Tensor) -> None:
-        self._bits = bits
+    `tensor` is plain (a parameter, it may be); the source's bytes are its elements in C order, conj and neg views resolved.
+    `data_ptr` and `nbytes` are the tensor's when the source was made.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Length of the tensor's bytes."""
-        return self._bits.numel() * self._bits.element_size()
+    __slots__ = ()
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy the bytes [start, start + len(out)) into `out`."""
-        bits, itemsize = self._bits, self._bits.element_size()
+        bits = self.bits
+        if self._array is None:
+            self._array = ArraySource(host_bits(bits))
+        self._array.read_into(start, out)
+
+
+@final
+class DeviceSource(_TensorSource):
+    """Source over a tensor that is not in host memory; copies part by part. The rest is as in `HostSource`."""
+
+    __slots__ = ()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy the bytes [start, start + len(out)) into `out`."""
+        bits = self.bits
+        itemsize = bits.element_size()
         target = torch.frombuffer(out, dtype=bits.dtype)
         first, stop = start // itemsize, start // itemsize + target.numel()
         if bits.is_contiguous():

@@ -2,7 +2,8 @@
 
 Phases have names. In a phase ranks `post` to the coordinator, which `collect`s; or it `announce`s to all, who `hear`; or it
 `hand_out`s to each, who `receive`. What many ranks have alike, one of them `share`s and anyone may `fetch`. Every wait ends with
-the message, with the failure of any rank, or at its deadline with `RankMissing`, which then every rank raises.
+the message, with the failure of any rank, or at its deadline with `RankMissing`, which then every rank raises. Nobody waits for
+the words that ranks `tell` of their progress, nor for those by which they `acknowledge` the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Agreement:
-    """One operation of a group, begun by `Group.agree`; used by one thread at a time, as a context.
+    """One operation of a group, begun by `Group.agree`; used by one thread at a time, as a context, but where a method says more.
 
     `decide` ends it. Leaving without a decision gives the operation up on all ranks, as does an error that leaves the context: it
     becomes an `OperationFailed` everywhere (of its own class of `anyshard.errors` too, if it has one), with the error itself as
@@ -44,6 +45,7 @@ class Agreement:
         self._waits = Waits(self._watch, admit=admit)
         self._end = end
         self._made: dict[str, None] = {}  # an ordered set
+        self._has_told = self._has_acknowledged = self._has_ended = False
         self._phase = "begin"
         self._failure: OperationFailed | None = None
 
@@ -65,6 +67,7 @@ class Agreement:
                 self._settle_quietly(RuntimeError("left the operation before it was decided"))
         finally:
             self._failure = None  # it holds the frames of its traceback, and they this object
+            self._has_ended = True
             self._end(self._own_keys(), self.decision)
 
     def begin(self, verdict: Verdict | None) -> None:
@@ -167,6 +170,53 @@ class Agreement:
 
         return self._waits.wait("begin", attempt, _coordinator)
 
+    # ------------------------------------------------------------------------------------------------------------ progress
+
+    def tell(self, payload: bytes) -> None:
+        """Say `payload` (not empty, at most a few KiB) to whoever lists what was told, instead of what this rank told before.
+
+        For any thread. Never raises: it is dropped once the operation is over here, and if the key-value store does not answer.
+        """
+        # In this order: either the end sees that there is a key to delete, or this thread sees the end.
+        self._has_told = True
+        if not self._has_ended:
+            self._say_quietly(self._terms.keys.told(self._members.rank), payload)
+
+    def list_told(self) -> tuple[bytes | None, ...]:
+        """What each rank of the group told last; None of those that told nothing, or whose words are deleted by now.
+
+        For any thread, also when the operation is over: a rank's word stays until it begins the third one after it. Does not wait
+        for other ranks. Raises `KeyValueStoreLost`.
+        """
+        keys = self._terms.keys
+        return self._terms.store.get_many([keys.told(rank) for rank in range(self._members.size)])
+
+    def acknowledge(self) -> None:
+        """Tell the coordinator that this rank knows how the operation has ended and needs nothing more of it. Never raises.
+
+        In the context or after it, by the thread that used it; again is nothing.
+        """
+        if self._has_acknowledged or self._members.is_coordinator:
+            return
+        self._has_acknowledged = True
+        key = self._terms.keys.heard(self._members.rank)
+        if self._has_ended:
+            self._end((key,), None)  # one key more to delete in time
+        else:
+            self._made[key] = None
+        self._say_quietly(key, b"heard")
+
+    def find_unheard(self) -> Ranks:
+        """The ranks that have not acknowledged the end, as numbers in the group; the coordinator, which asks, is not among them.
+
+        For any thread, also when the operation is over, but of one of the last two of the group: a rank that has gone further has
+        deleted its word. Does not wait for other ranks. Raises `KeyValueStoreLost`.
+        """
+        self._check_coordinator()
+        others = [rank for rank in range(self._members.size) if rank != self._members.rank]
+        words = self._terms.store.get_many([self._terms.keys.heard(rank) for rank in others])
+        return tuple(rank for rank, word in zip(others, words, strict=True) if word is None)
+
     # ------------------------------------------------------------------------------------------------------------- the end
 
     def check(self) -> None:
@@ -238,7 +288,14 @@ class Agreement:
     def _own_keys(self) -> tuple[str, ...]:
         """What this rank deletes when nobody can need it any more: the begin record first, which says so."""
         keys = self._terms.keys
-        return (keys.begin, *self._made, keys.waiting) if self._members.is_coordinator else tuple(self._made)
+        made = (*self._made, keys.told(self._members.rank)) if self._has_told else tuple(self._made)
+        return (keys.begin, *made, keys.waiting) if self._members.is_coordinator else made
+
+    def _say_quietly(self, key: str, word: bytes) -> None:
+        try:
+            self._terms.store.set(key, word)
+        except KeyValueStoreLost:
+            logger.debug("%s: %s could not be said", self._terms.subject, key, exc_info=True)
 
     def _write(self, key: str, payload: bytes) -> None:
         assert key not in self._made, f"{key} was said already"
@@ -253,7 +310,7 @@ class Agreement:
         return [None if first is None else read_message(store, key, first) for key, first in zip(keys, firsts, strict=True)]
 
     def _check_coordinator(self) -> None:
-        assert self._members.is_coordinator, "only the coordinator collects, announces and hands out"
+        assert self._members.is_coordinator, "only the coordinator collects, announces, hands out and is acknowledged"
 
 
 def _coordinator() -> Ranks:

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from anyshard.coord.protocol import KeyValueStore
 from anyshard.errors import KeyValueStoreLost
+from anyshard.threads import start_thread
 
 T = TypeVar("T")
 
@@ -24,17 +25,24 @@ _TURNS = 10  # in which a wait is cut
 
 
 class Caller:
-    """Makes calls one after the other on one thread, so that whoever asks can stop waiting. The thread ends with the object."""
+    """Makes calls one after the other on one thread, so that whoever asks can stop waiting. The thread ends with the object.
+
+    When the interpreter is ending and starts no more threads, calls run on that of whoever asks, who cannot stop then.
+    """
 
     def __init__(self) -> None:
         self._tasks: _Tasks = SimpleQueue()
         self._lock = threading.Lock()
-        self._is_started = False
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
         weakref.finalize(self, self._tasks.put, None).atexit = False  # calls made at exit are still served
 
     def ask(self, call: Callable[[], T], timeout_s: float) -> T:
         """What `call` returns or raises, or `KeyValueStoreLost` after `timeout_s`; the call itself may still happen later."""
-        self._start()
+        if self._is_closed:
+            raise KeyValueStoreLost("expected to ask the key-value store, found that the process ends", {})
+        if not self._has_thread():
+            return call()
         answers: SimpleQueue[Future[T]] = SimpleQueue()
         self._tasks.put(partial(_answer, call, answers))
         answer = _await(answers, timeout_s)
@@ -46,11 +54,24 @@ class Caller:
             )
         return answer.result()
 
-    def _start(self) -> None:
+    def close(self, timeout_s: float) -> None:
+        """Make no further call: who asks gets `KeyValueStoreLost`. Returns when none is under way, or after `timeout_s`.
+
+        For the end of the process. Python up to 3.13 ends its daemon threads there as soon as they come back from C, and one that
+        comes back from torch then ends the process by a signal.
+        """
+        self._is_closed = True
+        self._tasks.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _has_thread(self) -> bool:
+        """Whether there is one, which is started by the first call."""
         with self._lock:
-            if not self._is_started:
-                threading.Thread(target=_serve, args=(self._tasks,), name="anyshard-coord", daemon=True).start()
-                self._is_started = True
+            if self._thread is None:
+                thread = threading.Thread(target=_serve, args=(self._tasks,), name="anyshard-coord", daemon=True)
+                self._thread = thread if start_thread(thread) else None
+            return self._thread is not None
 
 
 def _await(answers: SimpleQueue[Future[T]], timeout_s: float) -> Future[T] | None:

@@ -96,6 +96,13 @@ class Group:
         with self.agree(ANY, patience=patience) as agreement:
             agreement.fail("call", error)
 
+    def hang_up(self, timeout_s: float) -> None:
+        """Ask nothing of the key-value store any more, for the process ends: operations fail. For any thread.
+
+        Returns when no call into the store is under way, or after `timeout_s`.
+        """
+        self._caller.close(timeout_s)
+
     def _bound(self, patience: Patience) -> KeyValueStore:
         if not self._store.can_hang:
             return self._store

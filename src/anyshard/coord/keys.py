@@ -69,6 +69,14 @@ class OperationKeys:
         """What the coordinator says to one rank."""
         return f"{self.incarnation}/{self.sequence}/share.{phase}.{rank}"
 
+    def told(self, rank: int) -> str:
+        """A rank's latest word on its progress."""
+        return f"{self.incarnation}/{self.sequence}/told.{rank}"
+
+    def heard(self, rank: int) -> str:
+        """A rank's word that it knows how the operation has ended."""
+        return f"{self.incarnation}/{self.sequence}/heard.{rank}"
+
     def claim(self, digest: str) -> str:
         """The word of the rank that stores the bytes of this digest for all."""
         return f"{self.incarnation}/{self.sequence}/claim.{digest}"

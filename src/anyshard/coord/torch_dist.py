@@ -30,8 +30,10 @@ _BATCH = 64  # keys per request: a reply holds at most 256 MiB
 class TorchKeyValueStore:
     """A `KeyValueStore` over a store of torch that can compare and delete (TCPStore, FileStore, HashStore, PrefixStore)."""
 
-    def __init__(self, store: distributed_c10d.Store) -> None:
+    def __init__(self, store: distributed_c10d.Store, *, origin: distributed_c10d.Store | None = None) -> None:
         self._store: Any = store  # torch's own types ask for text where every store takes bytes
+        # Without a launcher the job's own store is the server too, which must outlive destroy_process_group while saves go on.
+        self._origin = origin or store
 
     @property
     def can_hang(self) -> bool:
@@ -68,7 +70,7 @@ class TorchKeyValueStore:
     def clone(self) -> TorchKeyValueStore:
         """Torch's `clone`: a connection of its own."""
         with _answering():
-            return TorchKeyValueStore(self._store.clone())
+            return TorchKeyValueStore(self._store.clone(), origin=self._origin)
 
     def _get_batch(self, keys: Sequence[str]) -> Sequence[bytes | None]:
         if len(keys) <= 3:  # as many requests as halving would need

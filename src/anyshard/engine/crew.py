@@ -2,7 +2,8 @@
 
 Tasks are few and long (a block each), so threads come and go with them: one is started for a task while there are fewer than
 allowed, and ends when it finds no further task. Nothing has to tell an idle thread to go, so none is ever left waiting. Threads
-are daemons: a call that never comes back from a broken storage must not keep the interpreter from exiting.
+are daemons: a call that never comes back from a broken storage must not keep the interpreter from exiting. Once that exits it
+may start no more threads: then the owner runs the tasks itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Self, TypeVar
 
 from anyshard.engine.bell import Bell
 from anyshard.errors import LimitExceeded, StorageStuck
+from anyshard.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +109,15 @@ class Crew:
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a task. `LimitExceeded` if it needs a thread, and the system has none to give."""
         self._tasks.append(task)
-        if self._num_threads < self._max_threads and not self._add_thread() and not self._num_threads and self._tasks:
-            raise LimitExceeded(
-                f"expected to start up to threads={self._max_threads} threads, found that the system starts none. Lower the "
-                "option threads= or ANYSHARD_STORAGE_THREADS, or raise the limit of this process (ulimit -u, pids.max)"
-            )
+        try:
+            if self._num_threads < self._max_threads and not self._add_thread():
+                self._work_here()
+        except RuntimeError as error:
+            if not self._num_threads and self._tasks:
+                raise LimitExceeded(
+                    f"expected to start up to threads={self._max_threads} threads, found that the system starts none. Lower the "
+                    "option threads= or ANYSHARD_STORAGE_THREADS, or raise the limit of this process (ulimit -u, pids.max)"
+                ) from error
 
     def finish(self, check: Callable[[], None]) -> None:
         """Wait until all that was submitted is done. `check` is called now and then; what it raises ends the wait."""
@@ -167,10 +173,16 @@ class Crew:
     def _put_away(self) -> None:
         """Have a thread call `at_rest`: a new one, or the last one that was left behind when it comes back."""
         self._is_over = True
-        if self._last is not None and not self._add_thread():
-            with self._lock:
-                self._num_threads += 1
-            self._work()
+        with suppress(RuntimeError):
+            if self._last is None or self._add_thread():
+                return
+        self._work_here()
+
+    def _work_here(self) -> None:
+        """Be a thread of the crew for what there is to do now."""
+        with self._lock:
+            self._num_threads += 1
+        self._work()
 
     def _await_rest(self, timeout_s: float) -> bool | None:
         if not self._is_at_rest():
@@ -182,18 +194,20 @@ class Crew:
             return not self._num_busy and not self._has_next()
 
     def _add_thread(self) -> bool:
-        """Start one more thread; false if the system has none."""
+        """Start one more thread; false if the interpreter starts none any more, `RuntimeError` if the system has none."""
         with self._lock:
             self._num_threads += 1
             thread = threading.Thread(target=self._work, name=f"{self._name}-{self._num_threads - 1}", daemon=True)
+        is_started = False
         try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._num_threads -= 1
-            return False
-        self._threads = [one for one in self._threads if one.is_alive()] + [thread]
-        return True
+            is_started = start_thread(thread)
+        finally:
+            if not is_started:
+                with self._lock:
+                    self._num_threads -= 1
+        if is_started:
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+        return is_started
 
     def _describe_calls(self) -> str:
         calls = sorted(self._calls.copy().values(), key=lambda call: call.began_s)

@@ -1,12 +1,13 @@
 """Samples: digests by which ranks see whether they hold the same bytes, without reading all of them.
 
 A long region is read in 64 cells, one at a pseudo-random place in each of 64 equal stretches. The places follow from the seed,
-the address and the region alone, so every rank reads the same ones, and others at the next save.
+the address and the region alone, so every rank reads the same ones, and others under another seed. Each region is read once, for
+one digest of its own; those of sets and tensors are made from these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,90 +34,87 @@ class Sampling:
     in_full: bool
 
 
-def digest_replicas(
-    sources: Sequence[Source], table: RankTable, *, replica_set: IntColumn, sampling: Sampling
-) -> dict[int, SetDigest]:
-    """One digest per replica set (the numbers in `replica_set`; rows with less than 0 are in none), equal for equal bytes.
+def make_seed(text: str) -> int:
+    """A seed that is the same on every rank for the same text, and for other texts another one."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
 
-    Regions up to 256 KiB are read in full. Ranks must call a tensor the same (see `RankPlan.held`); the order of their rows does
-    not matter. `sources` are parallel to the rows.
+
+def digest_rows(sources: Sequence[Source], table: RankTable, *, replica_set: IntColumn, sampling: Sampling) -> dict[int, bytes]:
+    """The digest of each row that is in a replica set (`replica_set` is 0 or more), equal for equal bytes; each is read once.
+
+    Regions up to 256 KiB are read in full. Ranks must call a tensor the same (see `RankPlan.held`), or they read other cells.
+    `sources` are parallel to the rows.
     """
-    mains: dict[int, xxhash.xxh3_64] = {}
-    buffers: dict[int, list[bytes]] = {}
-    is_buffer = table.is_buffer[table.shards.tensor]
-    for row, pieces in _read(sources, table.shards, _order(table.shards, replica_set), sampling=sampling):
-        number = int(replica_set[row])
-        if is_buffer[row]:
-            own = xxhash.xxh3_64()
-            _update(own, pieces)
-            buffers.setdefault(number, []).append(own.digest()[:BUFFER_DIGEST_NBYTES])
-        else:
-            _update(mains.setdefault(number, xxhash.xxh3_64()), pieces)
+    rows = np.flatnonzero(replica_set >= 0)
+    nbytes = np.array([sources[row].nbytes for row in rows.tolist()], dtype=np.int64)
+    is_long = (nbytes > _SHORT_NBYTES) & (not sampling.in_full)
+    places = iter(_choose_places(table.shards, rows[is_long], nbytes[is_long], seed=sampling.seed).tolist())
+    memory = memoryview(bytearray(_PIECE_NBYTES))
+    cells = [memory[start : start + _CELL_NBYTES] for start in range(0, _SHORT_NBYTES, _CELL_NBYTES)]
+    digests: dict[int, bytes] = {}
+    for row, length, has_places in zip(rows.tolist(), nbytes.tolist(), is_long.tolist(), strict=True):
+        source = sources[row]
+        digests[row] = _digest_cells(source, next(places), cells, memory) if has_places else _digest_all(source, length, memory)
+    return digests
+
+
+def digest_sets(rows: Mapping[int, bytes], table: RankTable, *, replica_set: IntColumn) -> dict[int, SetDigest]:
+    """One digest per replica set that this rank is in, equal for equal digests of its rows; the order of rows does not matter."""
+    order = _order(rows, table.shards)
+    is_buffer = table.is_buffer[table.shards.tensor[order]]
+    mains, buffers = dict[int, list[bytes]](), dict[int, list[bytes]]()
+    for row, number, is_apart in zip(order.tolist(), replica_set[order].tolist(), is_buffer.tolist(), strict=True):
+        (buffers if is_apart else mains).setdefault(number, []).append(rows[row])
     return {
-        number: SetDigest(mains[number].digest() if number in mains else b"", tuple(buffers.get(number, ())))
+        number: SetDigest(
+            _join(mains[number]) if number in mains else b"",
+            tuple(digest[:BUFFER_DIGEST_NBYTES] for digest in buffers.get(number, ())),
+        )
         for number in sorted({*mains, *buffers})
     }
 
 
 def list_row_digests(
-    sources: Sequence[Source], table: RankTable, *, replica_set: IntColumn, sets: Collection[int], sampling: Sampling
+    rows: Mapping[int, bytes], table: RankTable, *, replica_set: IntColumn, sets: Collection[int]
 ) -> dict[int, dict[str, bytes]]:
-    """For each of `sets` that this rank is in, a digest of each tensor that is no buffer, by address, equal for equal bytes.
-
-    It covers the same bytes as `digest_replicas` with the same sampling.
-    """
-    shards, digests = table.shards, dict[int, dict[str, xxhash.xxh3_64]]()
-    is_asked = np.isin(replica_set, list(sets)) & ~table.is_buffer[shards.tensor]
-    rows = _order(shards, np.where(is_asked, replica_set, -1))
-    for row, pieces in _read(sources, shards, rows, sampling=sampling):
-        of_set = digests.setdefault(int(replica_set[row]), {})
-        _update(of_set.setdefault(shards.tensors.addresses[shards.tensor[row]], xxhash.xxh3_64()), pieces)
-    return {number: {address: own.digest() for address, own in of_set.items()} for number, of_set in digests.items()}
+    """For each of `sets` that this rank is in, a digest of each tensor that is no buffer, by address, of all its rows there."""
+    tensors, order = table.shards.tensors, _order(rows, table.shards)
+    order = order[np.isin(replica_set[order], list(sets)) & ~table.is_buffer[table.shards.tensor[order]]]
+    digests: dict[int, dict[str, list[bytes]]] = {}
+    columns = order.tolist(), replica_set[order].tolist(), table.shards.tensor[order].tolist()
+    for row, number, tensor in zip(*columns, strict=True):
+        digests.setdefault(number, {}).setdefault(tensors.addresses[tensor], []).append(rows[row])
+    return {number: {address: _join(own) for address, own in of_set.items()} for number, of_set in digests.items()}
 
 
 def digest_source(source: Source) -> bytes:
     """A digest of all bytes of a source, equal for equal bytes."""
+    return _digest_all(source, source.nbytes, memoryview(bytearray(min(source.nbytes, _PIECE_NBYTES))))
+
+
+def _digest_all(source: Source, nbytes: int, memory: memoryview) -> bytes:
     digest = xxhash.xxh3_64()
-    _update(digest, _read_all(source, memoryview(bytearray(min(source.nbytes, _PIECE_NBYTES)))))
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        piece = memory[: nbytes - start]
+        source.read_into(start, piece)
+        digest.update(piece)
     return digest.digest()
 
 
-def _update(digest: xxhash.xxh3_64, pieces: Iterator[memoryview]) -> None:
-    for piece in pieces:
-        digest.update(piece)
-
-
-def _order(shards: ShardTable, replica_set: IntColumn) -> IntColumn:
-    """The rows in a set, in an order that is the same on all ranks: by address, then offsets."""
-    order = np.lexsort((*shards.offsets.T[::-1], shards.tensor))
-    return order[replica_set[order] >= 0]
-
-
-def _read(
-    sources: Sequence[Source], shards: ShardTable, rows: IntColumn, *, sampling: Sampling
-) -> Iterator[tuple[int, Iterator[memoryview]]]:
-    """For each row the bytes that are digested, which stay until the next piece is asked for."""
-    memory = memoryview(bytearray(_PIECE_NBYTES))
-    cells = [memory[start : start + _CELL_NBYTES] for start in range(0, _SHORT_NBYTES, _CELL_NBYTES)]
-    nbytes = np.array([sources[row].nbytes for row in rows.tolist()], dtype=np.int64)
-    is_long = (nbytes > _SHORT_NBYTES) & (not sampling.in_full)
-    places = iter(_choose_places(shards, rows[is_long], nbytes[is_long], seed=sampling.seed).tolist())
-    for row, has_places in zip(rows.tolist(), is_long.tolist(), strict=True):
-        source = sources[row]
-        yield row, _read_cells(source, next(places), cells, memory) if has_places else _read_all(source, memory)
-
-
-def _read_all(source: Source, memory: memoryview) -> Iterator[memoryview]:
-    for start in range(0, source.nbytes, len(memory)):
-        piece = memory[: source.nbytes - start]
-        source.read_into(start, piece)
-        yield piece
-
-
-def _read_cells(source: Source, places: Sequence[int], cells: Sequence[memoryview], memory: memoryview) -> Iterator[memoryview]:
+def _digest_cells(source: Source, places: Sequence[int], cells: Sequence[memoryview], memory: memoryview) -> bytes:
     for place, cell in zip(places, cells, strict=True):
         source.read_into(place, cell)
-    yield memory[:_SHORT_NBYTES]
+    return xxhash.xxh3_64_digest(memory[:_SHORT_NBYTES])
+
+
+def _join(digests: Sequence[bytes]) -> bytes:
+    return xxhash.xxh3_64_digest(b"".join(digests))
+
+
+def _order(rows: Mapping[int, bytes], shards: ShardTable) -> IntColumn:
+    """The rows in an order that is the same on all ranks: by address, then offsets."""
+    own = np.fromiter(rows, dtype=np.int64, count=len(rows))
+    return own[np.lexsort((*shards.offsets[own].T[::-1], shards.tensor[own]))]
 
 
 def _choose_places(shards: ShardTable, rows: IntColumn, nbytes: IntColumn, *, seed: int) -> IntColumn:

@@ -1,8 +1,9 @@
 """Write blobs: stage -> digest -> write, block by block, several writes in flight, one blob after the other without a pause.
 
-The calling thread stages (it may touch tensors), a crew of threads digests and writes. A blob goes through these states:
+The calling thread stages (it may touch tensors), a crew of threads digests and writes. Of a blob whose image lies in an arena
+whole blocks are digested and written right there; only what is behind them is staged. A blob goes through these states:
 
-    begun     -> its image [0, tail_position) is cut into blocks; each is staged, handed to the crew, digested, written
+    begun     -> its bytes [0, tail_position) are cut into blocks; each is staged, handed to the crew, digested, written
     complete  -> all blocks but the last are written: the last one is digested, the tail joined to it, both are written
     durable   -> the store has finished the blob, and it is closed
 
@@ -17,28 +18,29 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from anyshard.engine.blocks import BlockPool, Loan
 from anyshard.engine.crew import Crew, Patience
-from anyshard.engine.slots import describe_blob
-from anyshard.errors import InvalidAppState
+from anyshard.engine.filler import BlockFiller
+from anyshard.engine.images import Images
+from anyshard.engine.slots import BlobFrame, BlobSlots, tabulate_slots
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import section_directory, show
-from anyshard.records.digests import cell_digests, digest_bytes
+from anyshard.records.digests import digest_bytes
 from anyshard.records.handles import Source
 from anyshard.records.manifest import BlobEntry
 from anyshard.records.names import blob_name
 from anyshard.records.tables import BlobPlan, SavePlan
-from anyshard.records.tail import CELL_NBYTES, BlobIdentity, Tail, encode_head, encode_tail
+from anyshard.records.tail import HEAD_NBYTES, BlobIdentity, encode_head
 from anyshard.storage.protocol import BlobWriter, Store
 
 logger = logging.getLogger(__name__)
 
-_ZEROS = bytes(4096)
+_NOTHING = memoryview(b"")
 
 
 def _go_on() -> None:
@@ -49,7 +51,8 @@ def _go_on() -> None:
 class WriteJob:
     """What is the same for all blobs of one save. `values` holds the payload of every section's values slot.
 
-    `check` is called for each block by the thread that stages: what it raises ends the save, as when another rank has failed.
+    `check` is called by the thread that stages, for each block and now and then while the last ones are written: what it raises
+    ends the save, as when another rank has failed.
     """
 
     generation: int
@@ -87,35 +90,75 @@ def write_blobs(
     `sources[i]` yields the bytes of row i of the plan's shard table; they are only called from this thread. On any error nothing
     is left running, unfinished blobs are given up and the first error is raised; finished ones stay, for the caller to delete.
     """
+    with _open_pipeline(store, job, pool) as pipeline:
+        for of in plan.blobs:
+            slots = tabulate_slots(plan.shards, of)
+            pipeline.stage(_begin(of, slots, job), partial(_pull_rows, plan, slots, sources))
+    return tuple(blob.make_entry() for blob in pipeline.blobs)
+
+
+def write_images(store: Store, plan: SavePlan, *, images: Images, job: WriteJob, pool: BlockPool) -> tuple[BlobEntry, ...]:
+    """As `write_blobs`, the very same files from the extents that lie in an arena; puts the heads into it.
+
+    If a thread is left behind that may still read the arena, it is abandoned.
+    """
+    with _open_pipeline(store, job, pool, at_stuck=images.arena.abandon) as pipeline:
+        for number, (of, slots) in enumerate(zip(plan.blobs, images.layout.slots, strict=True)):
+            memory = images.memory(number)
+            memory[:HEAD_NBYTES] = encode_head(job.attempt)
+            pipeline.stage(_begin(of, slots, job), partial(_put_rest, memory), lent=memory)
+    return tuple(blob.make_entry() for blob in pipeline.blobs)
+
+
+@contextmanager
+def _open_pipeline(store: Store, job: WriteJob, pool: BlockPool, *, at_stuck: Callable[[], None] = _go_on) -> Iterator[_Pipeline]:
+    """A pipeline that has come to rest at the end; `at_stuck` is called if it has not, and may still read what it was lent."""
     loan = Loan(pool)
     pipeline = _Pipeline(store, loan, job)
     try:
         with pipeline.crew:
-            for of in plan.blobs:
-                pipeline.stage(_describe(plan, of, job), plan, sources)
+            yield pipeline
+            pipeline.crew.finish(job.check)
     finally:
-        loan.settle(is_in_use=pipeline.crew.has_stragglers)
-    return tuple(blob.make_entry() for blob in pipeline.blobs)
+        is_in_use = pipeline.crew.has_stragglers
+        if is_in_use:
+            at_stuck()
+        loan.settle(is_in_use=is_in_use)
 
 
-def _describe(plan: SavePlan, of: BlobPlan, job: WriteJob) -> _Blob:
-    values = job.values[of.section] if of.k == 0 else None
-    tail = describe_blob(plan.shards, of, identity=job.identify(of), values_nbytes=None if values is None else len(values))
-    directory = section_directory(of.section)
-    name = blob_name(directory, of.rank, k=of.k, generation=job.generation, attempt=job.attempt)
-    nbytes = tail.tail_position + len(encode_tail(tail))
-    return _Blob(name=name, nbytes=nbytes, rows=of.rows.tolist(), values=values, tail=tail)
+def _begin(of: BlobPlan, slots: BlobSlots, job: WriteJob) -> _Blob:
+    values = job.values[of.section] if slots.has_values else None
+    identity = job.identify(of)
+    frame = slots.describe(identity, values_nbytes=None if values is None else len(values))
+    name = blob_name(section_directory(of.section), of.rank, k=of.k, generation=job.generation, attempt=job.attempt)
+    return _Blob(name=name, identity=identity, values=values, frame=frame)
+
+
+def _pull_rows(plan: SavePlan, slots: BlobSlots, sources: Sequence[Source], filler: BlockFiller, blob: _Blob) -> None:
+    """Stage head and extents from the sources of a plan's rows."""
+    filler.put(encode_head(blob.identity.attempt))
+    for row, position, nbytes in zip(slots.rows.tolist(), slots.position.tolist(), slots.nbytes.tolist(), strict=True):
+        try:
+            filler.pull(sources[row], position, nbytes)
+        except Exception as error:
+            address = plan.shards.tensors.addresses[plan.shards.tensor[row]]
+            error.add_note(f"while staging {show(address)} of section {show(blob.identity.section)} for {blob.name}")
+            raise
+
+
+def _put_rest(image: memoryview, filler: BlockFiller, _blob: _Blob) -> None:
+    """Stage what of an image is behind its last whole block."""
+    filler.put(image[filler.position :])
 
 
 @dataclass(slots=True)
 class _Blob:
-    """One blob on its way. `tail.cell_digests` is filled by the crew, each cell by the thread that has its block."""
+    """One blob on its way; its frame collects the digests of the crew."""
 
     name: str
-    nbytes: int
-    rows: list[int]
+    identity: BlobIdentity
     values: bytes | None
-    tail: Tail
+    frame: BlobFrame
     writer: BlobWriter | None = None
     closing: ExitStack = field(default_factory=ExitStack)
     last_block: memoryview | None = None
@@ -123,21 +166,19 @@ class _Blob:
     tail_digest: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def nbytes(self) -> int:
+        return self.frame.blob_nbytes
+
     def count_down(self) -> bool:
         """Note that a block is done; true for the one call that finds none left."""
         with self.lock:
             self.num_unwritten -= 1
             return self.num_unwritten == 0
 
-    def digest(self, image: memoryview, position: int) -> None:
-        """Note the digests of the cells in `image`, which begins at `position` of the blob."""
-        digests = cell_digests(image, CELL_NBYTES)
-        first = position // CELL_NBYTES
-        self.tail.cell_digests[first : first + len(digests)] = digests
-
     def make_entry(self) -> BlobEntry:
-        identity = self.tail.identity
-        return BlobEntry(self.name, identity.section, identity.rank, self.nbytes, self.tail.tail_position, self.tail_digest)
+        identity = self.identity
+        return BlobEntry(self.name, identity.section, identity.rank, self.nbytes, self.frame.tail_position, self.tail_digest)
 
 
 class _Pipeline:
@@ -152,43 +193,51 @@ class _Pipeline:
         self._events = job.events
         self._check = job.check
 
-    def stage(self, blob: _Blob, plan: SavePlan, sources: Sequence[Source]) -> None:
-        """Copy a whole blob into blocks, waiting for free ones; its writes may still be in flight on return."""
+    def stage(self, blob: _Blob, put_rows: Callable[[BlockFiller, _Blob], None], *, lent: memoryview = _NOTHING) -> None:
+        """Copy a whole blob into blocks, waiting for free ones; its writes may still be in flight on return.
+
+        Whole blocks of `lent`, its first bytes, are written from there; `put_rows` puts the others up to the last extent.
+        """
         self.blobs.append(blob)
         self._events.event("save.blob.begin", file=blob.name, nbytes=blob.nbytes)
-        block_nbytes, size = self._loan.block_nbytes, blob.tail.tail_position
+        size, block_nbytes = blob.frame.tail_position, self._loan.block_nbytes
         blob.num_unwritten = -(-size // block_nbytes)
-        image = _Image(size, acquire=self._acquire, hand_over=partial(self._submit, blob))
-        image.put(encode_head(blob.tail.identity.attempt))
-        slots = zip(blob.rows, blob.tail.position.tolist(), blob.tail.nbytes.tolist(), strict=False)  # the values have no row
-        for row, position, nbytes in slots:
-            try:
-                image.pull(sources[row], position, nbytes)
-            except Exception as error:
-                address = plan.shards.tensors.addresses[plan.shards.tensor[row]]
-                error.add_note(f"while staging {show(address)} of section {show(blob.tail.identity.section)} for {blob.name}")
-                raise
+        # The last block is never lent: the tail is joined to it.
+        lent_nbytes = min(len(lent), size - 1) // block_nbytes * block_nbytes
+        for start in range(0, lent_nbytes, block_nbytes):
+            self._announce_staged(blob, block_nbytes)
+            self.crew.submit(partial(self._write_lent, blob, lent[start : start + block_nbytes], start))
+        filler = BlockFiller(lent_nbytes, size, acquire=self._acquire, hand_over=partial(self._submit, blob))
+        put_rows(filler, blob)
         if blob.values is not None:
-            image.pad_to(int(blob.tail.position[-1]))
-            image.put(blob.values)
-        image.finish()
+            filler.pad_to(blob.frame.values_position)
+            filler.put(blob.values)
+        filler.finish()
 
     def _acquire(self) -> memoryview:
         return self.crew.wait_for(self._loan.acquire)
 
-    def _submit(self, blob: _Blob, block: memoryview, start: int, nbytes: int) -> None:
+    def _announce_staged(self, blob: _Blob, nbytes: int) -> None:
         self._events.event("save.block.staged", file=blob.name, nbytes=nbytes)
         self._check()
-        if start + nbytes == blob.tail.tail_position:
+
+    def _submit(self, blob: _Blob, block: memoryview, start: int, nbytes: int) -> None:
+        self._announce_staged(blob, nbytes)
+        if start + nbytes == blob.frame.tail_position:
             blob.last_block = block
             self.crew.submit(partial(self._close_if_complete, blob))
         else:
             self.crew.submit(partial(self._write_block, blob, block, start))
 
     def _write_block(self, blob: _Blob, block: memoryview, start: int) -> None:
-        blob.digest(block, start)
+        blob.frame.digest(block, start)
         self._write(blob, block, start)
         self._loan.release(block)
+        self._close_if_complete(blob)
+
+    def _write_lent(self, blob: _Blob, piece: memoryview, start: int) -> None:
+        blob.frame.digest(piece, start)
+        self._write(blob, piece, start)
         self._close_if_complete(blob)
 
     def _write(self, blob: _Blob, data: memoryview, position: int) -> None:
@@ -217,12 +266,11 @@ class _Pipeline:
         """Finish the blob if all its blocks are written but the last, which waits for the tail."""
         if not blob.count_down():
             return
-        block = blob.last_block
+        block, tail_position = blob.last_block, blob.frame.tail_position
         assert block is not None
-        start = blob.tail.tail_position - 1 - (blob.tail.tail_position - 1) % len(block)
-        filled = blob.tail.tail_position - start
-        blob.digest(block[:filled], start)
-        tail = encode_tail(blob.tail)
+        start = tail_position - 1 - (tail_position - 1) % len(block)
+        blob.frame.digest(block[: tail_position - start], start)
+        tail = blob.frame.encode_tail()
         blob.tail_digest = digest_bytes(tail)
         self._events.event("save.blob.tail", file=blob.name, nbytes=len(tail))
         self._write_tail(blob, tail, block, start)
@@ -233,7 +281,7 @@ class _Pipeline:
 
     def _write_tail(self, blob: _Blob, tail: bytes, block: memoryview, start: int) -> None:
         """Write the last block with the tail joined to it, in as many blocks as that takes, all through the same memory."""
-        filled, taken = blob.tail.tail_position - start, 0
+        filled, taken = blob.frame.tail_position - start, 0
         while taken < len(tail) or filled:
             count = min(len(block) - filled, len(tail) - taken)
             block[filled : filled + count] = tail[taken : taken + count]
@@ -241,58 +289,3 @@ class _Pipeline:
             start, filled, taken = start + filled + count, 0, taken + count
         blob.last_block = None
         self._loan.release(block)
-
-
-class _Image:
-    """The bytes [0, nbytes) of a blob, put front to back into blocks; gaps are zeros."""
-
-    def __init__(
-        self, nbytes: int, *, acquire: Callable[[], memoryview], hand_over: Callable[[memoryview, int, int], None]
-    ) -> None:
-        self._nbytes = nbytes
-        self._acquire = acquire
-        self._hand_over = hand_over
-        self._start = 0
-        self._filled = 0
-        self._block = acquire()
-
-    def put(self, data: bytes) -> None:
-        """Append `data`."""
-        taken = 0
-        while taken < len(data):
-            room = self._room(len(data) - taken)
-            room[:] = data[taken : taken + len(room)]
-            taken += len(room)
-
-    def pull(self, source: Source, position: int, nbytes: int) -> None:
-        """Append all `nbytes` bytes of a source, at `position`."""
-        if source.nbytes != nbytes:
-            raise InvalidAppState(
-                f"expected {nbytes} bytes of a tensor, found {source.nbytes}: do not change the app state while it is saved"
-            )
-        self.pad_to(position)
-        taken = 0
-        while taken < nbytes:
-            room = self._room(nbytes - taken)
-            source.read_into(taken, room)
-            taken += len(room)
-
-    def pad_to(self, position: int) -> None:
-        """Append zeros up to `position`, less than 4096 of them."""
-        if (count := position - self._start - self._filled) > 0:
-            self.put(_ZEROS[:count])
-
-    def finish(self) -> None:
-        """Pad to the end and hand over the last block."""
-        self.pad_to(self._nbytes)
-        self._hand_over(self._block, self._start, self._filled)
-
-    def _room(self, nbytes: int) -> memoryview:
-        """The next up to `nbytes` bytes of the image, as memory that counts as filled."""
-        if self._filled == len(self._block):
-            self._hand_over(self._block, self._start, self._filled)
-            self._start, self._filled = self._start + self._filled, 0
-            self._block = self._acquire()
-        begin = self._filled
-        self._filled = min(begin + nbytes, len(self._block))
-        return self._block[begin : self._filled]

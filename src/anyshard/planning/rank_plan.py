@@ -37,12 +37,11 @@ class RankPlan:
 
     def pick_sources(self, sources: Sequence[Source]) -> tuple[Source, ...]:
         """The source of each row of the plan, from those of the rank's own shards."""
-        columns = zip(self.local_row.tolist(), self.start.tolist(), self.nbytes.tolist(), strict=True)
-        return tuple(_pick(sources[row], start, nbytes) for row, start, nbytes in columns)
-
-
-def _pick(source: Source, start: int, nbytes: int) -> Source:
-    return source if nbytes == source.nbytes else RangeSource(source, start, nbytes)
+        picked = [sources[row] for row in self.local_row.tolist()]
+        is_part = (self.plan.shards.lengths != self.held.shards.lengths[self.local_row]).any(axis=1)
+        for row in np.flatnonzero(is_part).tolist():
+            picked[row] = RangeSource(picked[row], int(self.start[row]), int(self.nbytes[row]))
+        return tuple(picked)
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

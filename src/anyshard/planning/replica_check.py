@@ -57,8 +57,8 @@ class ReplicaDifference:
 def explain(posts: Sequence[RowDigests]) -> tuple[ReplicaDifference, ...]:
     """All differences within replica sets, by address: `posts[r]` is what rank r found of the sets that it is in.
 
-    A rank in a set without a digest of an address that others have differs from them. Only bytes that change in between make
-    this come out empty after `compare_sets` found a difference.
+    A rank in a set without a digest of an address that others have differs from them. Only a rank that has digested nothing of
+    a set makes this come out empty after `compare_sets` found a difference.
     """
     classes: dict[tuple[str, int], dict[bytes, list[int]]] = {}
     for number in sorted({number for post in posts for number in post}):

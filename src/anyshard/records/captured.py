@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from anyshard.records.constant_trees import ConstantTrees
 from anyshard.records.handles import Source
 from anyshard.records.tables import ShardTable, TensorTable
 
@@ -26,7 +27,8 @@ class Captured:
     nothing has no row. `trees` has one value tree per section, in app state order, in which a `TensorMark` stands for every
     tensor and a `PerRankMark` for every key of `per_rank`. `buffers` are the addresses of modules' buffers. `mesh` gives the size
     of each named axis of the meshes that were met. `branches` are addresses of dicts in the trees that are united with those of
-    other ranks key by key, whatever is in them. `warnings` are sentences for the report.
+    other ranks key by key, whatever is in them. `warnings` are sentences for the report. `constants` are subtrees of `trees` that
+    are the same objects in all captures of this structure; there are some only if a cache has taken the app state apart.
     """
 
     shards: ShardTable
@@ -37,6 +39,7 @@ class Captured:
     per_rank: Mapping[str, PerRankPart] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)
     branches: frozenset[str] = frozenset()
+    constants: ConstantTrees | None = None
 
 
 @dataclass(frozen=True, slots=True)

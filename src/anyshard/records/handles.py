@@ -103,8 +103,8 @@ class RangeSource:
     def __init__(self, source: Source, start: int, nbytes: int) -> None:
         if not 0 <= start <= start + nbytes <= source.nbytes:
             raise ValueError(f"expected a range of a source of {source.nbytes} bytes, found [{start}, {start + nbytes})")
-        self._source = source
-        self._start = start
+        self.source = source
+        self.start = start
         self._nbytes = nbytes
 
     @property
@@ -112,4 +112,4 @@ class RangeSource:
         return self._nbytes
 
     def read_into(self, start: int, out: memoryview) -> None:
-        self._source.read_into(self._start + start, out)
+        self.source.read_into(self.start + start, out)

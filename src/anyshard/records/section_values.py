@@ -12,8 +12,9 @@ from typing import Any
 
 from anyshard.errors import CheckpointDamaged
 from anyshard.records.addresses import component, show
-from anyshard.records.values import ValueRegistry, decode_value, encode_value
-from anyshard.records.values_encoder import Rooted
+from anyshard.records.constant_trees import ConstantTrees
+from anyshard.records.values import DEFAULT_LIMITS, ValueRegistry, decode_value
+from anyshard.records.values_encoder import Encoder, Rooted
 
 MAX_RANK = (1 << 31) - 1
 
@@ -40,8 +41,13 @@ class SectionValues:
     keys: Mapping[str, Mapping[bytes, int]] = field(default_factory=dict)
 
 
-def encode_section(values: SectionValues, *, section: str, registry: ValueRegistry) -> bytes:
-    """The payload of these values, the same in every process; errors name the address in the app state."""
+def encode_section(
+    values: SectionValues, *, section: str, registry: ValueRegistry, constants: ConstantTrees | None = None
+) -> bytes:
+    """The payload of these values, the same in every process; errors name the address in the app state.
+
+    `constants` are trees in the values whose encodings are kept. The payload is the same without them.
+    """
     root = component(section)
     members: dict[str, object] = {}
     if values.shared is not ABSENT:
@@ -52,7 +58,7 @@ def encode_section(values: SectionValues, *, section: str, registry: ValueRegist
         members["per_rank"] = {address: Rooted(address, tree) for address, tree in values.per_rank.items()}
     if values.keys:
         members["keys"] = {address: [list(pair) for pair in ranks.items()] for address, ranks in values.keys.items()}
-    return encode_value(members, address=root, registry=registry)
+    return Encoder(root, registry, DEFAULT_LIMITS, constants=constants).encode(members)
 
 
 def decode_section(data: bytes, *, registry: ValueRegistry, file: str) -> SectionValues:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat
+from anyshard.errors import CheckpointDamaged, UnsupportedFormat
 from anyshard.records.columns import (
-    TEXT,
     Boxes,
     Check,
     Columns,
     Texts,
     box_checks,
     check_rows,
-    dim_fields,
     read_boxes,
     read_ints,
     read_nulls,
@@ -35,9 +33,19 @@ from anyshard.records.footer import (
     encode_footer,
     encode_head,
 )
+from anyshard.records.layout import LARGE_ALIGNMENT, LARGE_NBYTES, SMALL_ALIGNMENT, align_up
 from anyshard.records.names import ATTEMPT, MAX_GENERATION
-from anyshard.records.slot_stream import pack_batch, unpack_batch
-from anyshard.records.strict_json import Json, Members, decode_object, encode_object
+from anyshard.records.slot_stream import unpack_batch
+from anyshard.records.slot_table import (
+    SLOT_FIELDS,
+    SLOTS_METADATA,
+    BlobIdentity,
+    PackedSlots,
+    SlotColumns,
+    SlotTable,
+    max_raw_nbytes,
+)
+from anyshard.records.strict_json import Members, decode_object
 from anyshard.records.tables import IntColumn
 
 __all__ = [
@@ -55,45 +63,15 @@ __all__ = [
     "decode_tail",
     "encode_head",
     "encode_tail",
+    "join_tail",
+    "max_raw_nbytes",
+    "measure_blob",
 ]
 
 BLOB_ALIGNMENT = 4096
 CELL_NBYTES = 256 * 1024
 MIN_CELL_NBYTES, MAX_CELL_NBYTES = 64 * 1024, 16 << 20
-SMALL_ALIGNMENT, LARGE_ALIGNMENT, LARGE_NBYTES = 64, 4096, 64 * 1024
 VALUES_DTYPE = "msgpack"
-
-# Bounds of the uncompressed slots: before anything is allocated for them.
-_RAW_NBYTES_PER_SLOT, _RAW_NBYTES_FIXED, _MAX_RAW_NBYTES = 4096, 256 * 1024, 1 << 30
-_METADATA = b"anyshard"
-_FIXED = (
-    pa.field("position", pa.int64()),
-    pa.field("nbytes", pa.int64()),
-    pa.field("stored_nbytes", pa.int64()),
-    pa.field("codec", pa.string()),
-    pa.field("frame_nbytes", pa.int64()),
-    pa.field("frames", pa.list_(pa.uint32())),
-    pa.field("address", TEXT),
-    pa.field("dtype", TEXT),
-    pa.field("ndim", pa.int8()),
-    pa.field("content", pa.binary(16)),
-    pa.field("encoding", pa.string()),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class BlobIdentity:
-    """Who wrote a blob and as what; part of the tail's metadata, for recovery and for humans."""
-
-    section: str
-    rank: int
-    k: int
-    generation: int
-    attempt: str
-    step: int | None
-    run_id: str | None
-    world_size: int
-    writer: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,68 +105,33 @@ def encode_tail(tail: Tail) -> bytes:
 
     Raises `LimitExceeded` if the slots' addresses are so long that no reader would take them.
     """
-    slots, raw_nbytes = pack_batch(_make_batch(tail))
-    if raw_nbytes > (limit := max_raw_nbytes(len(tail))):
-        raise LimitExceeded(f"the slots of a blob take {raw_nbytes} bytes, expected at most {limit}; shorten the addresses")
-    body = slots + tail.cell_digests.astype("<u8").tobytes()
-    padding = -(tail.tail_position + len(body) + FOOTER_NBYTES) % BLOB_ALIGNMENT
-    body += bytes(padding)
+    columns = SlotColumns(**{field.name: getattr(tail, field.name) for field in fields(SlotColumns)})
+    slots = SlotTable(columns, tail.also).pack(tail.identity)
+    return join_tail(slots, tail.cell_digests, cell_nbytes=tail.cell_nbytes, tail_position=tail.tail_position)
+
+
+def join_tail(slots: PackedSlots, cell_digests: NDArray[np.uint64], *, cell_nbytes: int, tail_position: int) -> bytes:
+    """The tail of slots that are packed already. Its length is known before the digests are: `measure_blob`."""
+    body = slots.data + cell_digests.astype("<u8").tobytes()
+    blob_nbytes = measure_blob(slots, num_cells=len(cell_digests), tail_position=tail_position)
+    body += bytes(blob_nbytes - tail_position - len(body) - FOOTER_NBYTES)
     footer = Footer(
-        blob_nbytes=tail.tail_position + len(body) + FOOTER_NBYTES,
-        tail_position=tail.tail_position,
-        slots_nbytes=len(slots),
-        slots_raw_nbytes=raw_nbytes,
-        num_slots=len(tail),
-        cells_position=tail.tail_position + len(slots),
-        num_cells=len(tail.cell_digests),
-        cell_nbytes=tail.cell_nbytes,
+        blob_nbytes=blob_nbytes,
+        tail_position=tail_position,
+        slots_nbytes=len(slots.data),
+        slots_raw_nbytes=slots.raw_nbytes,
+        num_slots=slots.num_slots,
+        cells_position=tail_position + len(slots.data),
+        num_cells=len(cell_digests),
+        cell_nbytes=cell_nbytes,
         body_digest=digest_of(body),
     )
     return body + encode_footer(footer)
 
 
-def max_raw_nbytes(num_slots: int) -> int:
-    """Upper bound of the length of the uncompressed slots."""
-    return min(_RAW_NBYTES_FIXED + _RAW_NBYTES_PER_SLOT * num_slots, _MAX_RAW_NBYTES)
-
-
-def _make_batch(tail: Tail) -> pa.RecordBatch:
-    num_slots, width = len(tail), tail.shapes.shape[1]
-    columns: dict[str, pa.Array] = {
-        "position": pa.array(tail.position),
-        "nbytes": pa.array(tail.nbytes),
-        "stored_nbytes": pa.array(tail.nbytes),
-        "address": pa.array(tail.addresses, pa.string()).dictionary_encode(),
-        "dtype": pa.array(tail.dtypes, pa.string()).dictionary_encode(),
-        "ndim": pa.array(tail.ndims, pa.int8()),
-    }
-    for i in range(width):
-        outside = tail.ndims <= i
-        columns[f"shape_{i}"] = pa.array(tail.shapes[:, i], mask=outside)
-        columns[f"offset_{i}"] = pa.array(tail.offsets[:, i], mask=outside)
-        columns[f"length_{i}"] = pa.array(tail.lengths[:, i], mask=outside)
-    fields = [*_FIXED, *dim_fields(width)]
-    arrays = [columns[field.name] if field.name in columns else pa.nulls(num_slots, field.type) for field in fields]
-    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields, {_METADATA: encode_object(_to_json(tail))}))
-
-
-def _to_json(tail: Tail) -> Json:
-    identity = tail.identity
-    return {
-        "section": identity.section,
-        "rank": identity.rank,
-        "k": identity.k,
-        "generation": identity.generation,
-        "attempt": identity.attempt,
-        "step": identity.step,
-        "run_id": identity.run_id,
-        "world_size": identity.world_size,
-        "writer": identity.writer,
-        "byte_order": "little",
-        "cell_digest": CELL_ALGORITHM,
-        "alignment": {"small": SMALL_ALIGNMENT, "large": LARGE_ALIGNMENT, "large_from": LARGE_NBYTES},
-        "also": {address: list(names) for address, names in tail.also.items()},
-    }
+def measure_blob(slots: PackedSlots, *, num_cells: int, tail_position: int) -> int:
+    """Length of the whole blob with its tail."""
+    return align_up(tail_position + len(slots.data) + 8 * num_cells + FOOTER_NBYTES, BLOB_ALIGNMENT)
 
 
 def decode_tail(data: bytes, *, tail_position: int, max_slots: int, file: str) -> Tail:
@@ -198,10 +141,10 @@ def decode_tail(data: bytes, *, tail_position: int, max_slots: int, file: str) -
     body = view[: len(view) - FOOTER_NBYTES]
     if fault := next(_footer_faults(footer, body, tail_position, max_slots), None):
         raise CheckpointDamaged(f"{file}: {fault}", file=file)
-    schema, batch = unpack_batch(body[: footer.slots_nbytes], footer.slots_raw_nbytes, fields=_FIXED, file=file)
+    schema, batch = unpack_batch(body[: footer.slots_nbytes], footer.slots_raw_nbytes, fields=SLOT_FIELDS, file=file)
     if batch.num_rows != footer.num_slots:
         raise CheckpointDamaged(f"{file}: expected {footer.num_slots} slots, found {batch.num_rows}", file=file)
-    metadata = decode_object((schema.metadata or {}).get(_METADATA, b""), file=file)
+    metadata = decode_object((schema.metadata or {}).get(SLOTS_METADATA, b""), file=file)
     cells = np.frombuffer(body, "<u8", footer.num_cells, footer.slots_nbytes).astype(np.uint64)
     return _make_tail(footer, metadata, batch, cells)
 

@@ -7,7 +7,7 @@ it; a tree that is no such dict is one part with the path (). Parts of several r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ import xxhash
 
 from anyshard.errors import CheckpointDamaged
 from anyshard.records.addresses import component, join_address, show, split_address, unescape
+from anyshard.records.constant_trees import ConstantTrees
 from anyshard.records.packed import pack_message, read_record, refusal, unpack_message
 from anyshard.records.values import ValueRegistry
 from anyshard.records.values_encoder import Encoder
@@ -27,11 +28,13 @@ from anyshard.records.values_types import PerRankMark, TensorMark, ValueLimits
 Path: TypeAlias = tuple[str, ...]
 _Part: TypeAlias = tuple[Path, object]
 _IsApart: TypeAlias = Callable[[Path, dict[str, Any]], bool]
+_Digest: TypeAlias = Callable[[str, Path, object], bytes]
 
 DIGEST_NBYTES = 8
 OWN_PARTS = ""  # stands in a part list for the section of per-rank values, for no section is called so
 EMPTY_DICT_DIGEST = xxhash.xxh3_64_digest(b"\x80")  # of the one part that may stand where another rank has further parts
 
+_NOT_EMPTY = bytes(DIGEST_NBYTES)
 _LIMITS = ValueLimits()
 _MARKS = frozenset({TensorMark, PerRankMark})
 _PLAIN_TYPES = frozenset({type(None), bool, float})
@@ -75,18 +78,26 @@ def _hex(facts: object) -> str:
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(facts))
 
 
-def list_parts(trees: Mapping[str, object], *, registry: ValueRegistry, branches: Collection[str] = ()) -> PartList:
+def list_parts(
+    trees: Mapping[str, object],
+    *,
+    registry: ValueRegistry,
+    branches: Collection[str] = (),
+    constants: ConstantTrees | None = None,
+) -> PartList:
     """The parts of all trees; raises as `encode_value` does for a part that cannot be stored.
 
-    `branches` are addresses of dicts that are taken apart although no mark lies below them.
+    `branches` are addresses of dicts that are taken apart although no mark lies below them. What is found of `constants`, which
+    have the same branches at every call, is kept with them.
     """
-    return PartList({name: _digest_parts(name, parts, registry) for name, parts in _cut_all(trees, branches)})
+    return _list_trees(trees, branches, partial(_digest_part, registry), constants)
 
 
-def list_paths(trees: Mapping[str, object], *, branches: Collection[str] = ()) -> PartList:
+def list_paths(
+    trees: Mapping[str, object], *, branches: Collection[str] = (), constants: ConstantTrees | None = None
+) -> PartList:
     """The parts of all trees for a rank that compares with nobody: a digest says only whether the part is an empty dict."""
-    digests = {True: EMPTY_DICT_DIGEST, False: bytes(DIGEST_NBYTES)}
-    return PartList({name: {path: digests[_is_empty(part)] for path, part in parts} for name, parts in _cut_all(trees, branches)})
+    return _list_trees(trees, branches, _say_if_empty, constants)
 
 
 def list_own_parts(own: Mapping[str, tuple[bytes, bytes]]) -> PartList:
@@ -97,15 +108,48 @@ def list_own_parts(own: Mapping[str, tuple[bytes, bytes]]) -> PartList:
 
 def list_leaves(trees: Mapping[str, object], *, registry: ValueRegistry) -> PartList:
     """As `list_parts`, with every dict taken apart: to say which of the values within a part differ."""
-    return PartList({name: _digest_parts(name, _cut(trees[name], lambda *_: True), registry) for name in sorted(trees)})
+    parts = {name: _cut(trees[name], lambda *_: True, ()) for name in sorted(trees)}
+    return PartList({name: {path: _digest_part(registry, name, path, part) for path, part in parts[name]} for name in parts})
 
 
-def _cut_all(trees: Mapping[str, object], branches: Collection[str]) -> Iterator[tuple[str, Iterator[_Part]]]:
+def _list_trees(
+    trees: Mapping[str, object], branches: Collection[str], digest: _Digest, constants: ConstantTrees | None
+) -> PartList:
+    known: Container[object] = () if constants is None else constants
+    listed: dict[str, dict[Path, bytes]] = {}
+    origins: list[Hashable] = [digest is _say_if_empty]
+    for name, is_apart in _open_all(trees, branches):
+        listed[name] = found = dict[Path, bytes]()
+        origins.append(name)
+        for path, part in _cut(trees[name], is_apart, known):
+            if constants is not None and type(part) not in _MARKS and part in constants:
+                origins.append((path, id(part)))
+                found.update(_list_constant(constants, part, (name, path), digest, is_apart))
+            else:
+                found[path] = digest(name, path, part)
+                origins.append((path, found[path] == EMPTY_DICT_DIGEST))
+    if constants is not None:
+        constants.keep_origins(tuple(origins))
+    return PartList(listed)
+
+
+def _list_constant(
+    constants: ConstantTrees, tree: object, where: tuple[str, Path], digest: _Digest, is_apart: _IsApart
+) -> Mapping[Path, bytes]:
+    section, start = where
+    key = (digest is _say_if_empty, id(tree), section, start)
+    if key not in constants.parts:
+        constants.parts[key] = {path: digest(section, path, part) for path, part in _walk(tree, start, is_apart, ())}
+    return constants.parts[key]
+
+
+def _open_all(trees: Mapping[str, object], branches: Collection[str]) -> Iterator[tuple[str, _IsApart]]:
+    """The name of each section, and which dicts of it are taken apart."""
     routes = [tuple(map(unescape, split_address(address))) for address in branches]
     for name in sorted(trees):
         ends = [path for section, *path in routes if section == name and _leads_to_dict(trees[name], path)]
         opened = {tuple(path[:length]) for path in ends for length in range(len(path) + 1)}
-        yield name, _cut(trees[name], partial(_is_opened, opened))
+        yield name, partial(_is_opened, opened)
 
 
 def _leads_to_dict(tree: object, path: Sequence[str]) -> bool:
@@ -118,26 +162,29 @@ def _is_opened(opened: Collection[Path], path: Path, tree: dict[str, Any]) -> bo
     return path in opened or _holds_mark(tree)
 
 
-def _digest_parts(section: str, parts: Iterable[_Part], registry: ValueRegistry) -> dict[Path, bytes]:
-    digests: dict[Path, bytes] = {}
-    for path, part in parts:
-        if type(part) is TensorMark:  # nearly all parts are marks
-            data = _encode_mark(part)
-        elif type(part) in _PLAIN_TYPES:
-            data = msgspec.msgpack.encode(part)
-        else:
-            data = canonical_bytes(part, registry=registry, address=part_address(section, path))
-        digests[path] = xxhash.xxh3_64_digest(data)
-    return digests
+def _digest_part(registry: ValueRegistry, section: str, path: Path, part: object) -> bytes:
+    if type(part) is TensorMark:  # nearly all parts are marks
+        data = _encode_mark(part)
+    elif type(part) in _PLAIN_TYPES:
+        data = msgspec.msgpack.encode(part)
+    else:
+        data = canonical_bytes(part, registry=registry, address=part_address(section, path))
+    return xxhash.xxh3_64_digest(data)
 
 
-def _cut(tree: object, is_apart: _IsApart) -> Iterator[_Part]:
+def _say_if_empty(section: str, path: Path, part: object) -> bytes:
+    del section, path
+    return EMPTY_DICT_DIGEST if _is_empty(part) else _NOT_EMPTY
+
+
+def _cut(tree: object, is_apart: _IsApart, constants: Container[object]) -> Iterator[_Part]:
+    """The parts of a tree, with each of the constants in it as if it were one."""
     # What no payload can hold is one part, so that its encoding says what is wrong; nothing else would end the walk in time.
-    return iter([((), tree)]) if _is_oversized(tree) else _walk(tree, (), is_apart)
+    return iter([((), tree)]) if _is_oversized(tree, constants) else _walk(tree, (), is_apart, constants)
 
 
-def _walk(tree: object, path: Path, is_apart: _IsApart) -> Iterator[_Part]:
-    if not is_branch(tree) or not is_apart(path, tree):
+def _walk(tree: object, path: Path, is_apart: _IsApart, constants: Container[object]) -> Iterator[_Part]:
+    if tree in constants or not is_branch(tree) or not is_apart(path, tree):
         yield path, tree
         return
     for key in sorted(tree):
@@ -145,24 +192,25 @@ def _walk(tree: object, path: Path, is_apart: _IsApart) -> Iterator[_Part]:
         if type(item) in _MARKS:
             yield (*path, key), item
         else:
-            yield from _walk(item, (*path, key), is_apart)
+            yield from _walk(item, (*path, key), is_apart, constants)
 
 
-def _is_oversized(tree: object) -> bool:
+def _is_oversized(tree: object, constants: Container[object]) -> bool:
     """Whether a tree has more elements or levels than can be stored, as one that contains itself has.
 
-    A dict that is met in many places is looked at once per level, and counted as often as it would be written.
+    A dict that is met in many places is looked at once per level, and counted as often as it would be written. What is in
+    constants does not count: it was looked at before it became one.
     """
     level, num_nodes = {id(tree): (tree, 1)}, 0
     for _ in range(_LIMITS.max_depth):
         below: dict[int, tuple[object, int]] = {}
         for item, times in level.values():
-            if is_branch(item):
+            if item not in constants and is_branch(item):
                 num_nodes += times * len(item)
                 for child in _list_dicts(item):
                     below[id(child)] = child, times + below.get(id(child), (child, 0))[1]
         level = below
-    return num_nodes > _LIMITS.max_nodes or any(is_branch(item) for item, _ in level.values())
+    return num_nodes > _LIMITS.max_nodes or any(item not in constants and is_branch(item) for item, _ in level.values())
 
 
 def _holds_mark(tree: object) -> bool:

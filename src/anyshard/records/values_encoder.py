@@ -13,9 +13,10 @@ import msgspec
 
 from anyshard.errors import LimitExceeded, UnsupportedValue
 from anyshard.records.addresses import component, join_address, show
+from anyshard.records.constant_trees import ConstantTrees, EncodedTree
 from anyshard.records.values_kinds import Code, Fields, Members, Pairs, find_kind, is_builtin_type
 from anyshard.records.values_registry import ValueRegistry
-from anyshard.records.values_types import ValueLimits
+from anyshard.records.values_types import TensorMark, ValueLimits
 
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -38,14 +39,24 @@ class Encoder:
 
     `_path` has one entry per list or dict around the present element: its position, its key in a tuple, or None where the
     list is not the user's own but part of a payload. `is_canonical`: equal values that came about in another order get equal
-    bytes; they are good for comparing only, since they do not keep the order.
+    bytes; they are good for comparing only, since they do not keep the order. `constants` are trees whose encodings are kept.
     """
 
-    def __init__(self, address: str, registry: ValueRegistry, limits: ValueLimits, *, is_canonical: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        registry: ValueRegistry,
+        limits: ValueLimits,
+        *,
+        is_canonical: bool = False,
+        constants: ConstantTrees | None = None,
+    ) -> None:
         self._root = address
         self._registry = registry
         self._limits = limits
         self._is_canonical = is_canonical
+        self._constants = constants
+        self._depth = 0  # the most entries that `_path` has had
         self._path: list[int | tuple[object] | None] = []
         self._around: set[int] = set()
         self._num_nodes = 0
@@ -74,14 +85,53 @@ class Encoder:
             return self._check_text(value)
         if kind is bytes:
             return self._check_size(value)
+        if kind is TensorMark:
+            return self._lower_mark(value)
         if kind in _ATOMS and (kind is not int or _MIN_INT <= value <= _MAX_INT):
             return value
         if id(value) in self._around:
             raise self._refuse("expected a tree, found an element that contains itself; break the cycle")
+        if self._constants is not None and value in self._constants and (known := self._take_constant(value)) is not None:
+            return known
         self._around.add(id(value))
         lowered = self._lowerings.get(kind, self._lower_extension)(value)
         self._around.remove(id(value))
         return lowered
+
+    def _lower_mark(self, mark: TensorMark) -> msgspec.msgpack.Ext:
+        # As `_lower_extension` does it, in a third of the time, for most of what there is are marks.
+        self._enter()
+        fields = [self.lower(mark.address), self.lower(mark.kind)]
+        self._count(1)
+        self._path.pop()
+        return msgspec.msgpack.Ext(int(Code.MARK), msgspec.msgpack.encode(fields))
+
+    def _take_constant(self, tree: object) -> msgspec.Raw | None:
+        """The encoding of a constant tree; None if it has none, or would exceed a limit, so that the slow way says where."""
+        assert self._constants is not None
+        encoded = self._constants.encoded
+        if id(tree) not in encoded:
+            encoded[id(tree)] = encode_alone(tree, self._registry, self._limits)
+        known = encoded[id(tree)]
+        if known is None or not self._has_room(known):
+            return None
+        self._num_nodes += known.num_nodes - 1  # one is counted already
+        self._nbytes += known.nbytes
+        self._depth = max(self._depth, len(self._path) + known.depth)
+        return known.data
+
+    def _has_room(self, tree: EncodedTree) -> bool:
+        limits = self._limits
+        return (
+            self._num_nodes + tree.num_nodes - 1 <= limits.max_nodes
+            and self._nbytes + tree.nbytes <= limits.max_nbytes
+            and len(self._path) + tree.depth <= limits.max_depth
+        )
+
+    def encode_tree(self, tree: object) -> EncodedTree:
+        """The bytes of a tree, and what it takes of the limits, for use within other values."""
+        data = msgspec.Raw(msgspec.msgpack.encode(self.lower(tree)))
+        return EncodedTree(data, self._num_nodes, self._nbytes, self._depth)
 
     def _exceed(self, limit: str, advice: str = _ADVICE) -> LimitExceeded:
         where = f"in the values of {show(self._root)}"
@@ -185,6 +235,7 @@ class Encoder:
 
     def _enter(self) -> None:
         self._path.append(None)
+        self._depth = max(self._depth, len(self._path))
         if len(self._path) > self._limits.max_depth:
             raise self._exceed(f"{self._limits.max_depth} nested containers", "flatten them")
 
@@ -213,6 +264,14 @@ class Encoder:
 
     def _address(self) -> str:
         return join_address(self._root, *(_write_component(entry) for entry in self._path if entry is not None))
+
+
+def encode_alone(tree: object, registry: ValueRegistry, limits: ValueLimits) -> EncodedTree | None:
+    """The encoding of a tree by itself, or None if it cannot be stored."""
+    try:
+        return Encoder("", registry, limits).encode_tree(tree)
+    except (UnsupportedValue, LimitExceeded):
+        return None
 
 
 def _write_component(entry: int | tuple[object]) -> str:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from anyshard.adapters.capture import capture
+from anyshard.adapters.stability import find_eligible
 from anyshard.adapters.target import LoadTarget, plan_load
 from anyshard.adapters.tensors import bits_of, host_bits, local_tensor, torch_dtype
 from anyshard.adapters.values import torch_types
@@ -147,6 +148,18 @@ class AdapterContract:
         with pytest.raises(InvalidAppState, match=f"^{address}: .*freed"):
             _plan(captured, trained)
 
+    def test_memory_that_a_lazy_snapshot_lacks_is_an_error(self, trained: Training) -> None:
+        """What may be copied after the call is found freed when it is read then; nothing crashes."""
+        captured = _take(trained)
+        eligible = find_eligible(_name_state(trained), captured, _REGISTRY, min_nbytes=1)
+        lazy = [captured.sources[row] for row in np.flatnonzero(eligible.is_lazy)]
+        for tensor in _locals(trained).values():
+            tensor.untyped_storage().resize_(0)
+        assert lazy
+        for source in lazy:
+            with pytest.raises(InvalidAppState, match="freed"):
+                _read(source)
+
     def test_meta_tensors_are_refused(self, make_training: MakeTraining, trained: Training) -> None:
         """What has no memory yet cannot be saved, and a load into it would do nothing: the error says `to_empty`."""
         meta = make_training()[0].to("meta")
@@ -187,9 +200,14 @@ def _free_one(training: Training) -> str:
     return address
 
 
-def _take(training: Training) -> Captured:
+def _name_state(training: Training) -> dict[str, object]:
+    """The app state."""
     model, optimizer = training
-    return capture({"model": model, "optimizer": optimizer}, registry=_REGISTRY)
+    return {"model": model, "optimizer": optimizer}
+
+
+def _take(training: Training) -> Captured:
+    return capture(_name_state(training), registry=_REGISTRY)
 
 
 def _model_tree(captured: Captured) -> dict[str, TensorMark]:
@@ -245,8 +263,7 @@ def _store(captured: Captured) -> Stored:
 
 
 def _plan(captured: Captured, training: Training, **options: Any) -> LoadTarget:
-    model, optimizer = training
-    state, loads = {"model": model, "optimizer": optimizer}, LoadOptions(**options)
+    state, loads = _name_state(training), LoadOptions(**options)
     return plan_load(state, _store(captured), options=loads, registry=_REGISTRY, checkpoint="contract")
 
 

@@ -28,6 +28,7 @@ from anyshard.testing.wire import Wire
 _WARM = (
     "anyshard.checkpointer",
     "anyshard.saving",
+    "anyshard.async_saving",
     "anyshard.loading",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",

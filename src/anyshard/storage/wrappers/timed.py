@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from anyshard.errors import LimitExceeded, StorageStuck
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers.forward import Call, Verb, WrapperStore
+from anyshard.threads import start_thread
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ class TimedStore(WrapperStore):
     Each call runs on a daemon thread, which serves later calls too. A call that was given up may still take effect. So until it
     has come back every further call is `StorageStuck` at once, and nobody acts on what may yet change. An interrupt (Ctrl-C) is
     raised when the call that it met is over; only a second one cuts that short. Blobs are not timed, but `open_blob` and
-    `create_blob` and what they give are for callers that wait with a deadline, as the engine does.
+    `create_blob` and what they give are for callers that wait with a deadline, as the engine does. When the interpreter is ending
+    and starts no more threads, calls run on that of the caller, without a deadline.
     """
 
     def __init__(self, inner: Store, timeout_s: float) -> None:
@@ -150,7 +152,7 @@ class _Helpers:
         self._lock = threading.Lock()
 
     def give(self, job: _Job) -> None:
-        """Have a thread begin the job now."""
+        """Have a thread begin the job now, or do it here if no thread can be started any more."""
         with self._lock:
             while self._idle:
                 helper = self._idle.pop()
@@ -160,12 +162,14 @@ class _Helpers:
         helper = _Helper(self)
         helper.jobs.put(job)
         try:
-            helper.start()
+            is_started = start_thread(helper)
         except RuntimeError as error:
             raise LimitExceeded(
                 f"expected to start a thread for {job.what}, found that the system starts none. Raise the limit of this process "
                 "(ulimit -u, pids.max), or have it use fewer threads"
             ) from error
+        if not is_started:
+            job.do()
 
     def serve(self, helper: _Helper) -> None:
         """Do the jobs that the helper is given until it has been idle for a while."""

@@ -1,0 +1,176 @@
+"""The call of an asynchronous save: what happens on the caller's thread, and the task that it leaves to the group's saver.
+
+Every call is one operation of the group, whatever happens, so that the ranks stay in step: a call that fails leaves a task that
+makes its error the failure of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import NoReturn, final
+
+from anyshard.background import Job, Saver
+from anyshard.coord.group import Group
+from anyshard.coord.turn import Turn
+from anyshard.engine.arena import ArenaPool
+from anyshard.engine.stage import register_pages
+from anyshard.errors import EarlierSaveFailed, LimitExceeded, StillPending
+from anyshard.operation import Operation, patience_with_ranks
+from anyshard.pending import Course, PendingSave, Stall
+from anyshard.progress import Progress, RankStatus, decode_status
+from anyshard.reports import SaveReport
+from anyshard.saving import SaveOperation, SaveRequest
+from anyshard.staged_snapshot import Call, LayoutCache, StagedSnapshot, StagingMeans
+
+TakeTurn = Callable[[], AbstractContextManager[object]]
+
+_REFUSED_S = 30.0  # how long the end of the process waits to tell other ranks of a call that could not begin
+
+
+@final
+class Background:
+    """What one group of ranks keeps for its asynchronous saves. `take_turn` gives the saver's thread the turn of the group."""
+
+    def __init__(self, group: Group, take_turn: TakeTurn) -> None:
+        self.saver = Saver(is_loud=group.is_coordinator, hang_up=group.hang_up)
+        self.means = StagingMeans(ArenaPool(register=register_pages), LayoutCache())
+        self._calls = Turn()
+        self._group = group
+        self._take_turn = take_turn
+
+    def save(self, app_state: Mapping[str, object], request: SaveRequest, progress: Progress) -> PendingSave:
+        """Take the snapshot and leave the rest to the saver."""
+        timeout_s = request.intent.options.timeout_s
+        with self._calls.take(f"the call of async_save to {request.operation.store.url}", timeout_s):
+            run_path, limit = _run_of(request.operation.store.url), request.intent.options.max_in_flight
+            try:
+                last = self.saver.await_room(run_path, limit=limit, timeout_s=timeout_s)
+            except StillPending as error:
+                self.refuse(error, timeout_s, run_path)
+                raise
+            self.raise_earlier(timeout_s, run_path, last)
+            return self._begin(app_state, request, progress)
+
+    def raise_earlier(self, timeout_s: float, run_path: str = "", last: int | None = None) -> None:
+        """Raise the failure of an earlier save that nobody was told of. The call that it ends saves nothing, on any rank.
+
+        With `last`, only of saves that are over on all ranks at this call (see `Saver.await_room`): so all raise it at the same.
+        """
+        failure = self.saver.pop_failure(last)
+        if failure is not None:
+            text = f"a save was not begun, for its call raised the failure of an earlier one: {failure}"
+            self.refuse(EarlierSaveFailed(text, {}), timeout_s, run_path)
+            raise failure
+
+    def refuse(self, error: Exception, timeout_s: float, run_path: str = "") -> None:
+        """Make the error of a call that cannot begin, which the caller raises, the failure of that call on all ranks."""
+        if self._group.size > 1:
+            pending, course = PendingSave("a save that was not begun", None), Course()
+            refuse = partial(self._refuse, error, timeout_s)
+            limit_s = min(timeout_s, _REFUSED_S)
+            self.saver.submit(Job(pending, course, run_path, _Refusal(refuse), exit_timeout_s=limit_s, is_silent=True))
+
+    def _refuse(self, error: Exception, timeout_s: float) -> NoReturn:
+        with self._take_turn():
+            self._group.refuse(error, patience=patience_with_ranks(timeout_s))
+
+    def _begin(self, app_state: Mapping[str, object], request: SaveRequest, progress: Progress) -> PendingSave:
+        course, stall = Course(), Stall(request.operation.started_s)
+        saving = SaveOperation(request, progress)
+        call = Call(app_state, request.taking, request.intent.options, saving.subject, course, stall)
+        snapshot = StagedSnapshot(call, self.means)
+        ask = partial(_list_statuses, saving, progress, request.operation.group.size)
+        pending = PendingSave(request.operation.store.url, request.intent.step, _course=course, _stall=stall, _ask=ask)
+        task = _BackgroundSave(request.operation, saving, snapshot, take_turn=self._take_turn)
+        job = Job(
+            pending, course, _run_of(request.operation.store.url), task, exit_timeout_s=request.intent.options.exit_timeout_s
+        )
+        self._stage(snapshot, job, request)
+        pending.staging = snapshot.report
+        stall.end_call()
+        return pending
+
+    def _stage(self, snapshot: StagedSnapshot, job: Job, request: SaveRequest) -> None:
+        """Have the snapshot staged and the job submitted, in the order in which they need each other."""
+        try:
+            snapshot.capture()
+            if snapshot.needs_plan:  # a save that is under way may leave it
+                self.saver.await_idle(request.intent.options.timeout_s)
+                snapshot.look_again()
+            if snapshot.needs_plan:
+                self.saver.submit(job)
+            snapshot.stage()
+            self.saver.submit(job)
+        except BaseException as error:
+            job.is_silent = job.pending.take_failure()
+            snapshot.fail(error)
+            self._submit_failed(job, error)
+            raise
+
+    def _submit_failed(self, job: Job, error: BaseException) -> None:
+        """Have the saver tell the other ranks; without a thread for that, give back at least what was borrowed here."""
+        try:
+            self.saver.submit(job)
+        except LimitExceeded:
+            job.task.close(error)
+
+
+def _run_of(url: str) -> str:
+    """The run that a checkpoint belongs to: the directory above it."""
+    return url.rstrip("/").rpartition("/")[0]
+
+
+def _list_statuses(saving: SaveOperation, progress: Progress, num_ranks: int) -> tuple[RankStatus, ...]:
+    own = progress.read()
+    told = saving.list_told() or (None,) * num_ranks
+    return tuple(own if rank == own.rank else decode_status(rank, word) for rank, word in enumerate(told))
+
+
+@final
+class _BackgroundSave:
+    """The task of one save."""
+
+    def __init__(self, operation: Operation, saving: SaveOperation, snapshot: StagedSnapshot, *, take_turn: TakeTurn) -> None:
+        self._operation = operation
+        self._saving = saving
+        self._snapshot: StagedSnapshot | None = snapshot
+        self._take_turn = take_turn
+
+    def run(self) -> SaveReport:
+        """Make the save."""
+        with self._operation.events.span("save", file=self._operation.store.url), self._take_turn():
+            assert self._snapshot is not None
+            report = self._saving.run(self._snapshot)
+            return replace(report, stall_s=self._snapshot.stall_s, staging=self._snapshot.report)
+
+    def close(self, failure: BaseException | None) -> None:
+        """Give back the arena, and let go of all but what `find_unheard` needs."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.close(failure)
+
+    def find_unheard(self) -> tuple[int, ...]:
+        """As the operation says."""
+        return self._saving.find_unheard()
+
+
+@final
+class _Refusal:
+    """The task of a call that could not begin."""
+
+    def __init__(self, refuse: Callable[[], NoReturn]) -> None:
+        self._refuse = refuse
+
+    def run(self) -> SaveReport:
+        """Raise what all ranks raise."""
+        self._refuse()
+
+    def close(self, failure: BaseException | None) -> None:
+        """Nothing is borrowed."""
+
+    def find_unheard(self) -> tuple[int, ...]:
+        """Nobody is waited for."""
+        return ()
