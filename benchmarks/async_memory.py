@@ -1,6 +1,6 @@
 """Memory of many asynchronous saves: resident after each, and what the peak has beyond app state and arena. JSON lines.
 
-    python benchmarks/async_memory.py [--nbytes 500e6] [--saves 50] [--byte-budget-mib 64] [--root DIRECTORY] [--only NAME]
+    python benchmarks/async_memory.py [--nbytes 500e6] [--saves 50] [--byte-budget-mib 64] [--root DIRECTORY] [--only NAMES]
 
 Each case runs in a process of its own, which begins with a tiny save so that all is imported. The app state is a model with
 AdamW and both moments; it takes a training step while each save is under way. `peak_minus_steady_mib` is the resident peak over
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=50)
     parser.add_argument("--byte-budget-mib", type=int, default=64)
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go")
-    parser.add_argument("--only", default="", help="only cases whose name begins so")
+    parser.add_argument("--only", default="", help="only cases whose names begin so, with commas between")
     parser.add_argument("--case", help="only this one, in the root itself (for the child)")
     options = parser.parse_args()
     if options.case:
@@ -138,7 +138,7 @@ def main() -> None:
         dcp_async.close_stagers()
         return
     for case in CASES:
-        if case.startswith(options.only):
+        if case.startswith(tuple(options.only.split(","))):
             with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory:
                 subprocess.run([sys.executable, *sys.argv, "--root", directory, "--case", case], check=True)
 

@@ -1,6 +1,6 @@
 """How long the call of an asynchronous save holds FSDP2 on 4 ranks up, beside a copy and PyTorch DCP. JSON lines.
 
-    python benchmarks/async_ranks.py [--nbytes 1e9] [--repeats 5] [--root DIRECTORY] [--only NAME]
+    python benchmarks/async_ranks.py [--nbytes 1e9] [--repeats 5] [--root DIRECTORY] [--only NAMES]
 
 As async_save.py, on 4 ranks that begin together: a time is that of the slowest rank. `nbytes` is of all ranks. Every rank has one
 thread, as torchrun sets it. Lazy is staged when nothing is lazy any more; what optimizers wait for is measured by lazy.py. DCP's
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--nbytes", type=float, default=1e9)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go; its disk is what is measured")
-    parser.add_argument("--only", default="", help="only cases whose name begins so")
+    parser.add_argument("--only", default="", help="only cases whose names begin so, with commas between")
     options = parser.parse_args()
     num_blocks = max(1, round(options.nbytes / fsdp_job.BLOCK_STATE_NBYTES))
     with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory, World(NUM_RANKS) as world:
@@ -71,7 +71,7 @@ def main() -> None:
             return Times(*map(max, zip(*found, strict=True)))
 
         nbytes = sum(world.run("fsdp_job:count_nbytes", num_blocks, timeout_s=TIMEOUT_S))
-        names = [name for name in NAMES if name.startswith(options.only)]
+        names = [name for name in NAMES if name.startswith(tuple(options.only.split(",")))]
         times = time_in_turn(names, Path(directory), repeats=options.repeats, time_one=time_one)
         world.run("async_ranks:close_on_rank", timeout_s=TIMEOUT_S)
     references = {"memcpy": times.get("memcpy", []), "dcp_default": best_call(times, "dcp default")}

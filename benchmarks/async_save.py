@@ -1,6 +1,6 @@
 """How long the call of an asynchronous save holds the training up, in one process, beside a copy and PyTorch DCP. JSON lines.
 
-    python benchmarks/async_save.py [--nbytes 2e9] [--repeats 5] [--root DIRECTORY] [--only NAME]
+    python benchmarks/async_save.py [--nbytes 2e9] [--num-tensors 64] [--repeats 5] [--root DIRECTORY] [--only NAMES]
 
 All cases take turns, after a first round that is thrown away: what counts are second and later saves, with warm memory and cached
 plans. Each save has ended, outside of the time of its call, before the next begins. `memcpy` is a plain copy of the same tensors
@@ -37,14 +37,15 @@ def main() -> None:
     """Run everything in a new directory and remove it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nbytes", type=float, default=2e9)
+    parser.add_argument("--num-tensors", type=int, default=64, help="of equal size; from 32 MiB on malloc keeps no freed memory")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go; its disk is what is measured")
-    parser.add_argument("--only", default="", help="only cases whose name begins so")
+    parser.add_argument("--only", default="", help="only cases whose names begin so, with commas between")
     options = parser.parse_args()
     dcp_async.ignore_warnings()
     dcp_async.start_job()
-    state = make_state(int(options.nbytes))
-    starts = {name: start for name, start in list_starts(state).items() if name.startswith(options.only)}
+    state = make_state(int(options.nbytes), options.num_tensors)
+    starts = {name: start for name, start in list_starts(state).items() if name.startswith(tuple(options.only.split(",")))}
     with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory:
         times = time_in_turn(
             list(starts),

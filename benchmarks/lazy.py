@@ -1,6 +1,6 @@
 """What a lazy save costs a training step: its call, and what the optimizer waits for; beside PyTorch DCP. JSON lines.
 
-    python benchmarks/lazy.py [--nbytes 2e9] [--num-tensors 64 10000] [--repeats 5] [--root DIRECTORY] [--only NAME]
+    python benchmarks/lazy.py [--nbytes 2e9] [--num-tensors 64 10000] [--repeats 5] [--root DIRECTORY] [--only NAMES]
 
 The step is forward, backward and AdamW on a stack of layers; `nbytes` are its parameters and two moments. The batch is chosen so
 that forward and backward take at least `--compute` times as long as one thread needs to copy all bytes. All cases take turns,
@@ -203,13 +203,13 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=2.0, help="time of forward and backward by that of a copy by one thread")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go; its disk is what is measured")
-    parser.add_argument("--only", default="", help="only cases whose name begins so")
+    parser.add_argument("--only", default="", help="only cases whose names begin so, with commas between")
     options = parser.parse_args()
     dcp_async.ignore_warnings()
     dcp_async.start_job()
     for num_tensors in options.num_tensors:
         modes = dcp_async.choose_modes(num_tensors, "dcp default", "dcp async staging")
-        names = [name for name in ("anyshard lazy", "anyshard eager", *modes) if name.startswith(options.only)]
+        names = [name for name in ("anyshard lazy", "anyshard eager", *modes) if name.startswith(tuple(options.only.split(",")))]
         training = make_training(int(options.nbytes), num_tensors)
         copy_s = measure_copy(training.tensors())
         choose_batch(training, at_least_s=options.compute * copy_s)

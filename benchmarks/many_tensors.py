@@ -1,6 +1,6 @@
 """Many small tensors: how long a save takes, and how much it slows a Python loop on the main thread; beside DCP. JSON lines.
 
-    python benchmarks/many_tensors.py [--num-tensors 100000] [--tensor-nbytes 1024] [--repeats 5] [--root DIRECTORY] [--only NAME]
+    python benchmarks/many_tensors.py [--num-tensors 100000] [--tensor-nbytes 1024] [--repeats 5] [--root DIRECTORY]
 
 Each save is made in two ways. Alone: the main thread waits for it, and its times are taken. Then beside a loop that counts in
 pure Python on the main thread from the return of the call until the save is durable: `loop_slower_by` is how much more time that
@@ -140,12 +140,12 @@ def main() -> None:
     parser.add_argument("--dcp-repeats", type=int, default=1)
     parser.add_argument("--dcp-loop", action="store_true", help="count beside DCP too")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="where the files go; its disk is what is measured")
-    parser.add_argument("--only", default="", help="only cases whose name begins so")
+    parser.add_argument("--only", default="", help="only cases whose names begin so, with commas between")
     options = parser.parse_args()
     dcp_async.ignore_warnings()
     dcp_async.start_job()
     state = {f"t{i}": torch.full((options.tensor_nbytes // 4,), float(i)) for i in range(options.num_tensors)}
-    starts = {name: start for name, start in list_starts(state).items() if name.startswith(options.only)}
+    starts = {name: start for name, start in list_starts(state).items() if name.startswith(tuple(options.only.split(",")))}
     saves: dict[str, list[Save]] = {name: [] for name in starts}
     with tempfile.TemporaryDirectory(dir=options.root, prefix="bench-") as directory:
         for number in range(options.repeats + 1):

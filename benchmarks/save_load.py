@@ -27,10 +27,10 @@ THREADS = (1, 2, 4)
 NUM_TENSORS = 64
 
 
-def make_state(nbytes: int) -> dict[str, torch.Tensor]:
+def make_state(nbytes: int, num_tensors: int = NUM_TENSORS) -> dict[str, torch.Tensor]:
     """Tensors of equal size whose pages are all there."""
-    rows = nbytes // NUM_TENSORS // 4 // 1024
-    return {f"layers.{i}.weight": torch.full((rows, 1024), float(i + 1)) for i in range(NUM_TENSORS)}
+    rows = nbytes // num_tensors // 4 // 1024
+    return {f"layers.{i}.weight": torch.full((rows, 1024), float(i + 1)) for i in range(num_tensors)}
 
 
 def save_with_dcp(state: dict[str, torch.Tensor], path: Path, num_threads: int) -> None:

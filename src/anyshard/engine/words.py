@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from anyshard.records.tables import IntColumn
 
 WORD_NBYTES = 8
-_MIN_WORDS = 16
-_STRETCH_NBYTES = 64 << 10  # of a long row there is a word for each stretch of this length
+# Of a long row there is a word for each stretch of this length. Each costs a miss of the TLB, about 2 us where memory is cold.
+_STRETCH_NBYTES = 1 << 20
 
 Words = NDArray[np.uint64]
 
@@ -31,15 +31,16 @@ class WordPlaces:
 
 
 def choose_words(nbytes: IntColumn) -> WordPlaces:
-    """At least 16 words of each row (all, if it has fewer) from the first to the last, and one for each 64 KiB of it.
+    """The last word of each row, for a copy comes to it last, and of longer ones also the first and more, one for each MiB.
 
     The bytes behind the last whole word are in none.
     """
     num_words = nbytes // WORD_NBYTES
-    num = np.minimum(np.maximum(_MIN_WORDS, -(-nbytes // _STRETCH_NBYTES)), num_words)
+    num = 1 + nbytes // _STRETCH_NBYTES
     row = np.repeat(np.arange(len(nbytes)), num)
     order = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
-    return WordPlaces(row, order * (num_words - 1)[row] // np.maximum(num - 1, 1)[row])
+    is_last = order == (num - 1)[row]
+    return WordPlaces(row, np.where(is_last, (num_words - 1)[row], order * _STRETCH_NBYTES // WORD_NBYTES))
 
 
 def read_words(addresses: IntColumn, places: WordPlaces) -> Words:
