@@ -68,6 +68,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/save_load.py
 	$(BIN)/python benchmarks/ranks_memory.py
 	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/async_save.py
+	$(BIN)/python benchmarks/async_ranks.py
+	$(BIN)/python benchmarks/lazy.py
+	$(BIN)/python benchmarks/many_tensors.py
+	$(BIN)/python benchmarks/async_memory.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .coverage .coverage.*

@@ -222,6 +222,9 @@ class PlanCache:
         """Why there is no plan for a structure, for the message to those that have one."""
         kept = self._kept.get(structure.table.sections)
         if kept is None:
+            names = [name for sections in self._kept for name in sections]
+            if fresh := [name for name in structure.table.sections if names and name not in names]:
+                return f"holds names that no app state of its earlier saves had: {', '.join(map(show, fresh[:_SHOWN]))}"
             return "has no plan of an earlier save (a new process, or its earlier saves failed)"
         last = kept.structure
         changed = _list_changes(_describe_tensors(last.table.shards), _describe_tensors(structure.table.shards))

@@ -15,6 +15,7 @@ from typing import NoReturn, final
 from anyshard.background import Job, Saver
 from anyshard.coord.group import Group
 from anyshard.coord.turn import Turn
+from anyshard.coord.verdict import ANY
 from anyshard.engine.arena import ArenaPool
 from anyshard.engine.stage import register_pages
 from anyshard.errors import EarlierSaveFailed, LimitExceeded, StillPending
@@ -25,7 +26,7 @@ from anyshard.reports import SaveReport
 from anyshard.saving import SaveOperation, SaveRequest
 from anyshard.staged_snapshot import Call, LayoutCache, StagedSnapshot, StagingMeans
 
-TakeTurn = Callable[[], AbstractContextManager[object]]
+TakeTurn = Callable[[float], AbstractContextManager[object]]  # within so many seconds
 
 _REFUSED_S = 30.0  # how long the end of the process waits to tell other ranks of a call that could not begin
 
@@ -37,24 +38,25 @@ class Background:
     def __init__(self, group: Group, take_turn: TakeTurn) -> None:
         self.saver = Saver(is_loud=group.is_coordinator, hang_up=group.hang_up)
         self.means = StagingMeans(ArenaPool(register=register_pages), LayoutCache())
-        self._calls = Turn()
+        self.calls = Turn()  # the part of each call that is on the thread of its caller
         self._group = group
         self._take_turn = take_turn
 
     def save(self, app_state: Mapping[str, object], request: SaveRequest, progress: Progress) -> PendingSave:
         """Take the snapshot and leave the rest to the saver."""
         timeout_s = request.intent.options.timeout_s
-        with self._calls.take(f"the call of async_save to {request.operation.store.url}", timeout_s):
+        with self.calls.take(f"the call of async_save to {request.operation.store.url}", timeout_s):
             run_path, limit = _run_of(request.operation.store.url), request.intent.options.max_in_flight
+            subject = SaveOperation(request, progress).subject
             try:
                 last = self.saver.await_room(run_path, limit=limit, timeout_s=timeout_s)
             except StillPending as error:
-                self.refuse(error, timeout_s, run_path)
+                self.refuse(error, timeout_s, run_path=run_path, subject=subject)
                 raise
-            self.raise_earlier(timeout_s, run_path, last)
+            self.raise_earlier(timeout_s, run_path=run_path, last=last, subject=subject)
             return self._begin(app_state, request, progress)
 
-    def raise_earlier(self, timeout_s: float, run_path: str = "", last: int | None = None) -> None:
+    def raise_earlier(self, timeout_s: float, *, run_path: str = "", last: int | None = None, subject: str = ANY) -> None:
         """Raise the failure of an earlier save that nobody was told of. The call that it ends saves nothing, on any rank.
 
         With `last`, only of saves that are over on all ranks at this call (see `Saver.await_room`): so all raise it at the same.
@@ -62,20 +64,20 @@ class Background:
         failure = self.saver.pop_failure(last)
         if failure is not None:
             text = f"a save was not begun, for its call raised the failure of an earlier one: {failure}"
-            self.refuse(EarlierSaveFailed(text, {}), timeout_s, run_path)
+            self.refuse(EarlierSaveFailed(text, {}), timeout_s, run_path=run_path, subject=subject)
             raise failure
 
-    def refuse(self, error: Exception, timeout_s: float, run_path: str = "") -> None:
+    def refuse(self, error: Exception, timeout_s: float, *, run_path: str = "", subject: str = ANY) -> None:
         """Make the error of a call that cannot begin, which the caller raises, the failure of that call on all ranks."""
         if self._group.size > 1:
             pending, course = PendingSave("a save that was not begun", None), Course()
-            refuse = partial(self._refuse, error, timeout_s)
+            refuse = partial(self._refuse, error, timeout_s, subject)
             limit_s = min(timeout_s, _REFUSED_S)
             self.saver.submit(Job(pending, course, run_path, _Refusal(refuse), exit_timeout_s=limit_s, is_silent=True))
 
-    def _refuse(self, error: Exception, timeout_s: float) -> NoReturn:
-        with self._take_turn():
-            self._group.refuse(error, patience=patience_with_ranks(timeout_s))
+    def _refuse(self, error: Exception, timeout_s: float, subject: str) -> NoReturn:
+        with self._take_turn(timeout_s):
+            self._group.refuse(error, subject=subject, patience=patience_with_ranks(timeout_s))
 
     def _begin(self, app_state: Mapping[str, object], request: SaveRequest, progress: Progress) -> PendingSave:
         course, stall = Course(), Stall(request.operation.started_s)
@@ -84,7 +86,8 @@ class Background:
         snapshot = StagedSnapshot(call, self.means)
         ask = partial(_list_statuses, saving, progress, request.operation.group.size)
         pending = PendingSave(request.operation.store.url, request.intent.step, _course=course, _stall=stall, _ask=ask)
-        task = _BackgroundSave(request.operation, saving, snapshot, take_turn=self._take_turn)
+        take_turn = partial(self._take_turn, request.intent.options.timeout_s)
+        task = _BackgroundSave(request.operation, saving, snapshot, take_turn=take_turn)
         job = Job(
             pending, course, _run_of(request.operation.store.url), task, exit_timeout_s=request.intent.options.exit_timeout_s
         )
@@ -133,7 +136,14 @@ def _list_statuses(saving: SaveOperation, progress: Progress, num_ranks: int) ->
 class _BackgroundSave:
     """The task of one save."""
 
-    def __init__(self, operation: Operation, saving: SaveOperation, snapshot: StagedSnapshot, *, take_turn: TakeTurn) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        saving: SaveOperation,
+        snapshot: StagedSnapshot,
+        *,
+        take_turn: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._operation = operation
         self._saving = saving
         self._snapshot: StagedSnapshot | None = snapshot

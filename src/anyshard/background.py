@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol, final
 
 from anyshard.errors import EarlierSaveFailed, LimitExceeded, StillPending
-from anyshard.pending import Course, PendingSave
+from anyshard.pending import Course, PendingSave, check_timeout
 from anyshard.reports import SaveReport
 from anyshard.threads import start_thread
 
@@ -90,8 +90,9 @@ class Saver:
         """
         with self._lock:
             if not job.is_taken and job not in self._jobs:
-                job.number = self._recent[-1][0] + 1 if self._recent else 1
-                self._recent.append((job.number, job.run_path))
+                if not job.number:
+                    job.number = self._recent[-1][0] + 1 if self._recent else 1
+                    self._recent.append((job.number, job.run_path))
                 self._jobs.append(job)
             has_thread = self._thread is not None and self._thread.ident is not None  # else its start was interrupted
             if not self._jobs or has_thread or self._start(job):
@@ -256,6 +257,7 @@ def _finish(job: Job, began_s: float) -> None:
 
 def wait_all(savers: Sequence[Saver], timeout_s: float | None) -> None:
     """Return once no save of these savers is under way; raises the first failure that nobody was told of, or `StillPending`."""
+    check_timeout(timeout_s)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     for job in (job for saver in savers for job in saver.jobs):
         if not job.course.wait(None, None if deadline is None else max(0.0, deadline - time.monotonic())):

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
@@ -79,9 +78,10 @@ class Checkpointer:
 
         timeout_s = _timeout_of(options)
         membership = self._memberships.find(group, timeout_s)
-        membership.raise_earlier(timeout_s)
+        what = f"the save to {_show(place)}"
+        membership.raise_earlier(what, timeout_s)
         with ExitStack() as stack:
-            ranks = stack.enter_context(membership.take_turn(f"the save to {_show(place)}", timeout_s))
+            ranks = stack.enter_context(membership.take_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
                 asked = _Asked(place=place, step=step, overwrite=overwrite, options=_choose(SaveOptions, options), sinks=sinks)
                 request = self._request(membership, ranks, asked)
@@ -106,7 +106,8 @@ class Checkpointer:
 
         began_s, timeout_s = time.perf_counter(), _timeout_of(options)
         membership = self._memberships.find(group, timeout_s)
-        background = self._find_background(membership, timeout_s)
+        membership.check_outside(f"the call of async_save to {_show(place)}")
+        background = self._find_background(membership)
         self._wait_at_exit()
         try:
             progress = Progress(membership.group.rank)
@@ -138,10 +139,11 @@ class Checkpointer:
 
         timeout_s = _timeout_of(options)
         membership = self._memberships.find(group, timeout_s)
-        membership.raise_earlier(timeout_s)
-        background = self._find_background(membership, timeout_s)
+        what = f"the rehearsal of saves to {_show(place)}"
+        membership.raise_earlier(what, timeout_s)
+        background = self._find_background(membership)
         with ExitStack() as stack:
-            ranks = stack.enter_context(membership.take_turn(f"the rehearsal of saves to {_show(place)}", timeout_s))
+            ranks = stack.enter_context(membership.take_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(SaveOptions, options)
                 rehearsal = Rehearsal(num_steps, step_s, also, chosen)
@@ -157,12 +159,13 @@ class Checkpointer:
         """See `anyshard.wait_all`."""
         from anyshard.background import wait_all
 
+        self._memberships.check_outside("wait_all")
         wait_all(self._memberships.savers, timeout_s)
 
-    def _find_background(self, membership: Membership, timeout_s: float) -> Background:
+    def _find_background(self, membership: Membership) -> Background:
         from anyshard.async_saving import Background
 
-        take_turn = partial(membership.take_turn_of_saver, "an asynchronous save", timeout_s)
+        take_turn = membership.take_turn_of_saver
         return self._memberships.find_background(membership, lambda: Background(membership.group, take_turn))
 
     def _wait_at_exit(self) -> None:

@@ -151,6 +151,8 @@ class CommitOutcomeUnknown(AnyshardError, RuntimeError):
 class TornSnapshot(AnyshardError, RuntimeError):
     """Tensors of a lazy snapshot were changed or freed before they were copied; nothing is committed. Names their addresses."""
 
+    addresses: tuple[str, ...] = ()  # on the other ranks, which hear the message only
+
     def __init__(self, message: str, *, addresses: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.addresses = tuple(addresses)

@@ -25,6 +25,7 @@ does not depend on T, so the best T is Daly's, with the stall as his cost of a c
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 
 from anyshard.errors import InvalidOption
@@ -52,7 +53,8 @@ class IntervalAdvice:
 
     def ettr(self, interval_s: float) -> float:
         """The effective-training-time ratio to expect with another interval; `InvalidOption` if it is shorter than a save."""
-        if not self.duration_s * (1 - _ROUNDING) <= interval_s < math.inf:
+        _check_seconds("interval_s", interval_s, can_be_zero=False)
+        if not self.duration_s * (1 - _ROUNDING) <= interval_s:
             raise InvalidOption(
                 f"interval_s: expected at least the {self.duration_s:g} s that a save takes (one is in flight at a time), "
                 f"found {interval_s!r}; save less often"
@@ -127,7 +129,8 @@ class _Costs:
 
 
 def _check_seconds(name: str, value: object, *, can_be_zero: bool = True) -> None:
-    is_fine = isinstance(value, (int, float)) and 0 <= value < math.inf and (value > 0 or can_be_zero)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_fine = is_number and 0 <= value <= sys.float_info.max and (value > 0 or can_be_zero)  # type: ignore[operator]
     if not is_fine:
         expected = "a number of seconds, 0 or more" if can_be_zero else "a number of seconds above 0"
         raise InvalidOption(f"{name}: expected {expected}, found {value!r}")

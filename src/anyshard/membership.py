@@ -48,13 +48,14 @@ class Membership:
 
         A process alone has not to wait for its turn.
         """
+        self.check_outside(what)
         if self.background is not None:
             self.background.saver.await_idle(timeout_s)
-        with self.take_turn_of_saver(what, timeout_s) as group:
+        with self.take_turn_of_saver(timeout_s, what) as group:
             yield group
 
     @contextmanager
-    def take_turn_of_saver(self, what: str, timeout_s: float) -> Iterator[Group]:
+    def take_turn_of_saver(self, timeout_s: float, what: str = "an asynchronous save") -> Iterator[Group]:
         """As `take_turn`, for those saves themselves."""
         if self.group.size == 1:
             yield make_lone_group(self.group.ranks[0])
@@ -62,8 +63,15 @@ class Membership:
         with self.turn.take(what, timeout_s):
             yield self.group
 
-    def raise_earlier(self, timeout_s: float) -> None:
+    def check_outside(self, what: str) -> None:
+        """Raise `OperationFailed` if this thread is within a call of the same ranks, for `what` would wait for its end."""
+        self.turn.check_outside(what)
+        if self.background is not None:
+            self.background.calls.check_outside(what)
+
+    def raise_earlier(self, what: str, timeout_s: float) -> None:
         """Raise the failure of an earlier asynchronous save that nobody was told of, once the saves under way have ended."""
+        self.check_outside(what)
         if self.background is not None:
             self.background.saver.await_idle(timeout_s)
             self.background.raise_earlier(timeout_s)
@@ -76,14 +84,19 @@ class Memberships:
     def __init__(self) -> None:
         self._job: object = None
         self._found: dict[tuple[int, ...], Membership] = {}
-        self._savers: list[Saver] = []  # of earlier jobs too, for their saves go on
+        self._backgrounds: list[Background] = []  # of earlier jobs too, for their saves go on
         self._lock = threading.RLock()  # a signal handler may save while this thread has it
 
     @property
     def savers(self) -> tuple[Saver, ...]:
         """All that may have something to do or to tell."""
         with self._lock:
-            return tuple(self._savers)
+            return tuple(background.saver for background in self._backgrounds)
+
+    def check_outside(self, what: str) -> None:
+        """Raise `OperationFailed` if this thread is within a call of `async_save`, for whose end `what` would wait."""
+        for background in tuple(self._backgrounds):
+            background.calls.check_outside(what)
 
     def find(self, group: GroupLike, timeout_s: float) -> Membership:
         """The membership in a group; made when it is first asked for."""
@@ -103,5 +116,5 @@ class Memberships:
         with self._lock:
             if membership.background is None:
                 membership.background = make()
-                self._savers.append(membership.background.saver)
+                self._backgrounds.append(membership.background)
             return membership.background

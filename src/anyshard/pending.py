@@ -15,6 +15,7 @@ from anyshard.progress import RankStatus
 from anyshard.reports import SaveReport, StagingReport
 
 _POLL_S = 0.05  # how soon a second waiter notices; the first one is woken
+_SHOWN = 8
 _MAX_WAITERS = 4  # that are woken at once
 
 
@@ -111,6 +112,12 @@ class Stall:
             self._steps_s += time.perf_counter() - began_s
 
 
+def check_timeout(timeout_s: object) -> None:
+    """Raise `InvalidOption` for what is neither None nor a number of seconds."""
+    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s >= 0):
+        raise InvalidOption(f"timeout_s: expected None or a number of seconds, 0 or more, found {timeout_s!r}")
+
+
 def _say_nothing() -> tuple[RankStatus, ...]:
     return ()
 
@@ -184,7 +191,10 @@ class PendingSave:
 
     def describe(self) -> str:
         """How far the slowest rank is, in words."""
-        found = [one for one in self._ask() if one.phase]
+        statuses = self._ask()
+        if absent := [one.rank for one in statuses if not one.phase]:
+            return f"nothing heard yet of rank {', '.join(map(str, absent[:_SHOWN]))}"
+        found = list(statuses)
         last = min(found, key=lambda one: (one.written_nbytes, one.rank), default=None)
         if last is None:
             return "nothing heard of it yet"
@@ -195,6 +205,7 @@ class PendingSave:
 
     def _await(self, moment: Moment, timeout_s: float | None) -> None:
         self._check_process()
+        check_timeout(timeout_s)
         has_come = self._course.wait(moment, timeout_s)
         failure = self._course.failure
         if failure is not None and not self._course.has_reached(moment):

@@ -248,6 +248,7 @@ class PrepareOperation:
         pool, taken = self._means.staging.arenas, list[Arena]()
         try:
             taken += (pool.take(layout.total_nbytes) for _ in range(self._options.max_in_flight))
+            taken[0].views = None  # its gaps will not be zeros any more
             return taken[0].nbytes, _time_copy(taken[0].memory)
         finally:
             for arena in taken:

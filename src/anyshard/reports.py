@@ -52,6 +52,13 @@ class SaveReport:
     stall_s: float = 0.0
     staging: StagingReport | None = None
 
+    def __str__(self) -> str:
+        warnings = "".join(f"\n  {warning}" for warning in self.warnings)
+        return (
+            f"{self.url}: {self.num_tensors} tensors, {self.nbytes / 1e6:.1f} MB saved in {self.duration_s:.3f} s, which held "
+            f"the caller for {self.stall_s:.3f} s{warnings}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:

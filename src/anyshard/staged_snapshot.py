@@ -12,27 +12,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, TypeVar, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.adapters.stability import Eligibility, find_eligible
+from anyshard.adapters.eligibility_cache import EligibilityCache
+from anyshard.adapters.stability import Eligibility
 from anyshard.adapters.step_hooks import StepGuard
 from anyshard.agreed_plan import AgreedPlan
 from anyshard.comparison import Held, Reading, Strictness, hold, hold_rest
 from anyshard.engine.arena import ArenaPool
-from anyshard.engine.bell import Bell
 from anyshard.engine.blocks import BlockPool
+from anyshard.engine.guarded import GuardedReader, GuardedSource
 from anyshard.engine.images import ImageLayout, Images, lay_out_images
 from anyshard.engine.stage import Staging, refuse_capture
 from anyshard.engine.write import WriteJob, write_images
 from anyshard.errors import InvalidOption
+from anyshard.handover import Handover
 from anyshard.options import SaveOptions
 from anyshard.pending import Course, Moment, Stall
 from anyshard.plan_agreement import Candidate
+from anyshard.planning.replicas import NO_SET
 from anyshard.records.captured import Captured
 from anyshard.records.manifest import BlobEntry
 from anyshard.reports import StagingReport
@@ -40,66 +43,8 @@ from anyshard.snapshot import Check, Facts, Pieces, Taking, encode_values, measu
 from anyshard.storage.protocol import Store
 from anyshard.threads import start_thread
 
-T = TypeVar("T")
-
-_POLL_S = 0.05
-_MAX_WAITERS = 4  # that are woken at once: the saver, and steps of optimizers, each of which costs training what it waits
 _KEPT_LAYOUTS = 4  # as many as plans
 _FIRST = "the first save of a structure is compared in full"
-
-
-def _go_on() -> None:
-    pass
-
-
-@final
-class Handover(Generic[T]):
-    """A value that one thread gives to another one, or the error that it got instead."""
-
-    def __init__(self) -> None:
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._is_there = False
-        self._bell = Bell()
-
-    @property
-    def is_there(self) -> bool:
-        """Whether it was given, or failed."""
-        return self._is_there
-
-    def give(self, value: T) -> None:
-        """Give it, once."""
-        self._value = value
-        self._settle()
-
-    def fail(self, error: BaseException) -> None:
-        """Say that it will not come; too late after `give`."""
-        if not self._is_there:
-            self._error = error
-            self._settle()
-
-    def settle(self) -> None:
-        """Return once it was given or has failed."""
-        while not self._is_there:
-            self._bell.wait(_POLL_S)
-
-    def receive(self, check: Callable[[], None] = _go_on) -> T:
-        """The value, or the error raised; `check` is called while that takes long."""
-        while not self._is_there:
-            check()
-            self._bell.wait(_POLL_S)
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]  # given
-
-    def drop(self) -> None:
-        """Forget the value, which holds memory, and the error, whose frames do."""
-        self._value = self._error = None
-
-    def _settle(self) -> None:
-        self._is_there = True
-        for _ in range(_MAX_WAITERS):
-            self._bell.ring()
 
 
 @final
@@ -128,6 +73,7 @@ class StagingMeans:
 
     arenas: ArenaPool
     layouts: LayoutCache
+    eligibilities: EligibilityCache = field(default_factory=EligibilityCache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +126,15 @@ class StagedSnapshot:
         call = self._of_call()
         self._captured = call.taking.capture(call.app_state)
         self._facts = Facts.of(self._captured)
-        self.look_again()
+        self._look()
 
     def look_again(self) -> None:
         """Look for a plan, which an earlier save may have left by now."""
+        assert self._captured is not None
+        self._captured = replace(self._captured, memory=None)  # who knows where it lies after so long a time
+        self._look()
+
+    def _look(self) -> None:
         assert self._captured is not None
         self._candidate = self._of_call().taking.find_candidate(self._captured)
 
@@ -224,25 +175,37 @@ class StagedSnapshot:
         eligibility = self._find_eligible(captured, is_first=is_first)
         layout, addresses = self._means.layouts.find(plan)
         self._images = Images(layout, self._means.arenas.take(layout.total_nbytes))
-        is_lazy = eligibility.is_lazy[plan.local.local_row]
+        own_rows, memory = plan.local.local_row, captured.memory
+        is_lazy, known = eligibility.is_lazy[own_rows], None if memory is None or is_first else memory.pick(own_rows)
         sources = plan.local.pick_sources(captured.sources)
-        staging = Staging(self._images, sources, is_lazy=is_lazy, addresses=addresses)
-        staging.begin()
+        staging = Staging(self._images, sources, is_lazy=is_lazy, addresses=addresses, known=known)
+        try:
+            staging.begin()
+            self._stage_rest(staging, eligibility, plan, is_first=is_first)
+        except BaseException:
+            staging.drop()
+            raise
+        return pieces
+
+    def _stage_rest(self, staging: Staging, eligibility: Eligibility, plan: AgreedPlan, *, is_first: bool) -> None:
+        """What follows the copy: digests of what others hold too, and the thread that copies what is lazy."""
+        captured = self._captured
+        assert captured is not None
+        assert self._images is not None
         nbytes, arena = int(plan.local.nbytes.sum()), self._images.arena
         self.report = StagingReport(nbytes, staging.lazy_nbytes, arena.nbytes, eligibility.reasons)
         reading = self._make_reading(is_first=is_first, later=eligibility.is_lazy if staging.lazy_nbytes else None)
         held = self._hold(plan, captured, reading=reading)
-        self._hold_rest = partial(hold_rest, held, captured, plan, reading=reading)
+        self._hold_rest = partial(_read_rest, held, captured, plan, reading)
         if staging.lazy_nbytes:
-            self._start_copier(staging, StepGuard(eligibility, captured, self._hold_step))
+            self._start_copier(staging, StepGuard(eligibility, self._hold_step))
         else:
             self._finish(staging)
-        return pieces
 
     def _find_eligible(self, captured: Captured, *, is_first: bool) -> Eligibility:
         call = self._of_call()
         if self._options.staging == "lazy" and not is_first:
-            return find_eligible(call.app_state, captured, call.taking.registry)
+            return self._means.eligibilities.find(call.app_state, captured, call.taking.registry)
         reasons = {_FIRST: ("**",)} if self._options.staging == "lazy" else {}
         return Eligibility(np.zeros(len(captured.shards), dtype=np.bool_), reasons, ())
 
@@ -268,14 +231,17 @@ class StagedSnapshot:
     def _start_copier(self, staging: Staging, guard: StepGuard) -> None:
         guard.open()
         self._has_copier = True
+        copier = partial(self._copy, staging, guard)
         try:
-            copier = partial(self._copy, staging, guard)
-            if not start_thread(threading.Thread(target=copier, name="anyshard-copy", daemon=True)):
-                copier()
+            is_started = start_thread(threading.Thread(target=copier, name="anyshard-copy", daemon=True))
+        except RuntimeError:  # the system has no thread to give
+            is_started = False
         except BaseException:
             self._has_copier = False
             guard.close()
             raise
+        if not is_started:
+            copier()
 
     def _copy(self, staging: Staging, guard: StepGuard) -> None:
         try:
@@ -367,3 +333,16 @@ class StagedSnapshot:
         if self._images is not None:
             self._means.arenas.give_back(self._images.arena)
             self._images = None
+
+
+def _read_rest(held: Held, captured: Captured, plan: AgreedPlan, reading: Reading) -> Held:
+    """What is left for the copier's thread, which may meet memory that training has freed."""
+    if reading.later is None or not (reading.later & (plan.local.replica_set != NO_SET)).any():
+        return held
+    rows = captured.shards.tensor.tolist(), captured.sources, reading.later.tolist()
+    with GuardedReader() as reader:
+        sources = tuple(
+            GuardedSource(source, captured.shards.tensors.addresses[tensor], reader) if is_later else source
+            for tensor, source, is_later in zip(*rows, strict=True)
+        )
+        return hold_rest(held, replace(captured, sources=sources), plan, reading=reading)

@@ -34,7 +34,7 @@ IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
 
 def guard_of(state: State, wait: Callable[[], None]) -> StepGuard:
     captured = capture(state, registry=REGISTRY)
-    return StepGuard(find_eligible(state, captured, REGISTRY), captured, wait)
+    return StepGuard(find_eligible(state, captured, REGISTRY), wait)
 
 
 def local_bytes(state: State) -> list[bytes]:

@@ -16,12 +16,14 @@ import torch
 
 from anyshard.adapters.tensors import DeviceSource, bits_of, source_of, torch_dtype
 from anyshard.engine import lazy_rows as lazy_rows_module
+from anyshard.engine import rows as rows_module
 from anyshard.engine import stage as stage_module
-from anyshard.engine.arena import ArenaPool
+from anyshard.engine.arena import Arena, ArenaPool
 from anyshard.engine.images import ImageLayout, Images, lay_out_images
 from anyshard.engine.stage import Staging, register_pages
 from anyshard.errors import InvalidAppState, TornSnapshot
 from anyshard.planning.pack import plan_save
+from anyshard.records.captured import MemoryFacts
 from anyshard.records.dtypes import DTYPES, find_dtype
 from anyshard.records.handles import ArraySource, RangeSource, Source
 from anyshard.records.tables import make_tensor_table, whole_shards
@@ -433,15 +435,23 @@ def test_a_failed_finish_lets_go_too(check: Callable[[], None], error: type[Base
     assert error is caught.type
 
 
-def test_rows_are_let_go_one_by_one() -> None:
-    """A tensor that was freed by the training takes no memory longer than until it is copied."""
-    tensors, seen = {"a": counted(4096), "b": counted(4096)}, []
-    scene = snap(tensors)
-    staging, refs = scene.stage("a", "b"), [weakref.ref(tensor) for tensor in tensors.values()]
-    tensors, scene.sources = {}, {}
+def test_a_writer_that_the_copy_overtakes_is_found() -> None:
+    """A row of which the middle was written before it was copied, and the words that are looked at only after that, is torn."""
+    tensor = counted(256 << 10)
+    steps = iter([lambda: tensor[1000:2000].zero_(), tensor.zero_])
+    staging = snap({"x": tensor}).stage("x")
     staging.begin()
-    staging.finish(lambda: seen.append([ref() is not None for ref in refs]))
-    assert [[True, True], [False, True]] == seen
+    write = Arena.write
+
+    def write_and_change(arena: Arena, position: int, data: memoryview) -> None:
+        next(steps)()
+        write(arena, position, data)
+        next(steps)()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "write", write_and_change)
+        with pytest.raises(TornSnapshot, match="model/x"):
+            staging.finish(go_on)
 
 
 # Devices -----------------------------------------------------------------------------------------------------------------
@@ -475,7 +485,7 @@ class FakeStream:
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes sources of tensors on a device: one that the CPU plays."""
     monkeypatch.setattr(stage_module, "_SideStream", FakeStream)
-    monkeypatch.setattr(stage_module, "_list_host", lambda tensors: [False] * len(tensors))
+    monkeypatch.setattr(rows_module, "list_host", lambda tensors: [False] * len(tensors))
     return lambda tensors: snapshot({name: DeviceSource(tensor, name) for name, tensor in tensors.items()})
 
 
@@ -565,3 +575,18 @@ def test_tensors_on_cuda_arrive(lazy: Sequence[str]) -> None:
         staging.finish(go_on)
         assert expected == second.found()
     pool.close()
+
+
+@pytest.mark.parametrize("length", [1, 3, 16, 17])
+def test_rows_that_are_known_are_not_asked(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny ones arrive as well as others, whose tensors nobody asks where they lie."""
+    tensors = [torch.arange(length, dtype=torch.int32) + number for number in range(5)]
+    shot = snap({f"t{number}": tensor for number, tensor in enumerate(tensors)})
+    address = np.array([tensor.data_ptr() for tensor in tensors])
+    known = MemoryFacts(address, *np.ones((2, len(tensors)), dtype=np.bool_))
+    asked: list[object] = []
+    monkeypatch.setattr(rows_module, "list_host", lambda unsure: [asked.append(each) is None for each in unsure])
+    staging = Staging(shot.images, list(shot.sources.values()), is_lazy=np.zeros(5, bool), addresses=[], known=known)
+    staging.begin()
+    assert [*map(raw, tensors)] == list(shot.found().values())
+    assert [] == asked

@@ -19,10 +19,10 @@ from anyshard.adapters.placements import regions_of
 from anyshard.adapters.replay import Changed, Replay
 from anyshard.adapters.survey import survey_parts
 from anyshard.adapters.tensor_facts import TensorFacts
-from anyshard.adapters.tensors import HostSource, is_dtensor, source_of, synchronise
+from anyshard.adapters.tensors import HostSource, is_dtensor, source_of, source_of_known, synchronise
 from anyshard.adapters.watch import Watch
 from anyshard.records.addresses import component
-from anyshard.records.captured import Captured
+from anyshard.records.captured import Captured, MemoryFacts
 from anyshard.records.constant_trees import ConstantTrees
 from anyshard.records.handles import Slices, Source
 from anyshard.records.tables import ShardTable
@@ -69,7 +69,8 @@ class Frame:
         self._rows = _Rows(taken.captured.shards, addresses, held)
         constants = (tree for node in self._nodes.values() for tree in node.list_constants())
         self.constants = ConstantTrees(constants)
-        self._captured = replace(taken.captured, sources=(), trees={}, per_rank={}, constants=self.constants)
+        memory = self._rows.memory
+        self._captured = replace(taken.captured, sources=(), trees={}, per_rank={}, constants=self.constants, memory=memory)
 
     def replay(self, app_state: Mapping[str, object], member: Member, states: States) -> Captured:
         """The app state as it is now, taken apart; raises `Changed` if it is not that of the record.
@@ -81,7 +82,7 @@ class Frame:
             node.match(app_state[name], replay)
         if replay.keys != self._keys or list(map(type, replay.keys)) != list(map(type, self._keys)):
             raise Changed("other keys")
-        locals_ = self._facts.match(replay.tensors)
+        self._facts.match_objects(replay.tensors)
         if not self._watch.is_intact:
             raise Changed("other objects in the places of dead ones")
         surveyed = survey_parts(replay.fresh, member.registry)
@@ -91,6 +92,7 @@ class Frame:
         trees = {name: node.build(app_state[name], replay) for name, node in self._nodes.items()}
         per_rank = capturer.take_own(member.world_size, self._captured.mesh)
         leaves = self._take_leaves(capturer.collector)
+        locals_ = self._facts.match_memory(replay.tensors)  # last, for the user's methods were called until now
         sources = self._rows.make_sources(locals_, leaves)
         return replace(self._captured, sources=sources, trees=trees, per_rank=per_rank)
 
@@ -144,28 +146,42 @@ class _Rows:
         slots = {address: slot for slot, address in enumerate(addresses)}
         names = [shards.tensors.addresses[tensor] for tensor in shards.tensor.tolist()]
         position = (np.arange(len(names)) - np.searchsorted(shards.tensor, shards.tensor)).tolist()  # among rows of one tensor
-        self._names = names
         self._slots = [slots.get(name, _FRESH) for name in names]
         self._fresh = [(row, names[row], position[row]) for row, slot in enumerate(self._slots) if slot == _FRESH]
-        # Which of both it is was looked up by the type and the device of the tensors, which are facts.
-        is_host = all(type(each.local) in (torch.Tensor, torch.nn.Parameter) and each.local.is_cpu for each in held)
-        self._make: Callable[[torch.Tensor, str], Source] = HostSource if is_host else source_of
-        self._cuts: dict[int, Slices] = {}  # of rows that are not the whole of a local tensor
-        for row, slot in enumerate(self._slots):
-            if slot != _FRESH and is_dtensor(tensor := held[slot].tensor):
+        known = [(row, slot) for row, slot in enumerate(self._slots) if slot != _FRESH]
+        self._cuts: dict[int, Slices] = {}  # of known rows that are not the whole of a local tensor, by their order
+        for order, (row, slot) in enumerate(known):
+            if is_dtensor(tensor := held[slot].tensor):
                 cut = regions_of(tensor, names[row]).slices(position[row])
                 if cut != tuple(slice(0, length) for length in held[slot].local.shape):
-                    self._cuts[row] = cut
+                    self._cuts[order] = cut
+        # Which of both it is was looked up by the type and the device of the tensors, which are facts.
+        is_host = all(type(each.local) in (torch.Tensor, torch.nn.Parameter) and each.local.is_cpu for each in held)
+        self._make: Callable[..., Source] = HostSource if is_host else source_of_known
+        locals_ = [held[slot].local for _, slot in known]
+        self._names = [names[row] for row, _ in known]
+        self._known_slots = [slot for _, slot in known]
+        self._places, self._nbytes = [local.data_ptr() for local in locals_], [local.nbytes for local in locals_]
+        self.memory = self._locate([row for row, _ in known], locals_)
+
+    def _locate(self, rows: list[int], locals_: list[torch.Tensor]) -> MemoryFacts:
+        """Where the rows lie. Nothing is known of cuts, which are made anew each time, nor of fresh ones."""
+        address = np.zeros(len(self._slots), dtype=np.int64)
+        is_host, is_dense = np.zeros((2, len(self._slots)), dtype=np.bool_)
+        for order, (row, local) in enumerate(zip(rows, locals_, strict=True)):
+            if order not in self._cuts:
+                address[row], is_host[row] = local.data_ptr(), local.is_cpu
+                is_dense[row] = local.is_contiguous() and not (local.is_conj() or local.is_neg())
+        return MemoryFacts(address, is_host, is_dense)
 
     def make_sources(self, locals_: list[torch.Tensor], leaves: Mapping[str, Leaf]) -> tuple[Source, ...]:
         """A source for each row."""
-        if not self._fresh and not self._cuts:
-            with _without_collections():
-                return tuple(map(self._make, map(locals_.__getitem__, self._slots), self._names))
-        fresh = {row: leaves[address].regions[position][2] for row, address, position in self._fresh}
-        rows = enumerate(zip(self._slots, self._names, strict=True))
-        return tuple(fresh.get(row) or source_of(self._cut(row, locals_[slot]), name) for row, (slot, name) in rows)
-
-    def _cut(self, row: int, local: torch.Tensor) -> torch.Tensor:
-        cut = self._cuts.get(row)
-        return local if cut is None else local.detach()[cut]
+        tensors = map(locals_.__getitem__, self._known_slots)
+        with _without_collections():
+            made = list(map(self._make, tensors, self._names, self._places, self._nbytes))
+        for order, cut in self._cuts.items():
+            made[order] = source_of(locals_[self._known_slots[order]].detach()[cut], self._names[order])
+        if not self._fresh:
+            return tuple(made)
+        fresh, known = {row: leaves[address].regions[position][2] for row, address, position in self._fresh}, iter(made)
+        return tuple(fresh[row] if slot == _FRESH else next(known) for row, slot in enumerate(self._slots))

@@ -82,6 +82,11 @@ class MemoryRanges:
         self._starts = starts[begins]
         self._stops = reach[np.append(begins[1:], True)[: len(reach)]]
 
+    @classmethod
+    def empty(cls) -> MemoryRanges:
+        """The set without a byte."""
+        return cls(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
     def contain(self, starts: Column, stops: Column) -> Mask:
         """Which of these ranges lie in the set as a whole; none without a byte does."""
         place = np.searchsorted(self._starts, starts, side="right") - 1

@@ -20,6 +20,7 @@ from anyshard.adapters.nested import describe_node, is_tensor, load_container
 from anyshard.adapters.optimizers import LiveGroup, label_groups, name_groups
 from anyshard.adapters.recognise import holds
 from anyshard.adapters.shard_state import NO_SHARD, take_shards
+from anyshard.adapters.step_hooks import is_own_hook
 from anyshard.adapters.survey import ModuleNames
 from anyshard.adapters.tensors import dtype_name, is_dtensor, local_tensor
 from anyshard.errors import Mismatch
@@ -76,8 +77,9 @@ def load_optimizers(
     loader.load_state(groups)
     loader.load_other(optimizers)
     loader.refuse_surplus({name for group in groups for name in group.names})
-    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    if any(vars(optimizer).get(hook) for optimizer in optimizers for hook in hooks):
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = [hook for optimizer in optimizers for name in names for hook in vars(optimizer).get(name, {}).values()]
+    if not all(map(is_own_hook, hooks)):
         intake.findings.warn(f"{show(address)}: the hooks of the optimizer's load_state_dict are not run")
 
 

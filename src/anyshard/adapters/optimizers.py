@@ -218,8 +218,8 @@ def _warn_if_empty(groups: Sequence[LiveGroup], tree: Mapping[str, object], addr
     num_params = sum(param.requires_grad for group in groups for param in group.params)
     if num_params and not tree["state"]:
         collector.warn(
-            f"{show(address)}: 0 of {num_params} parameters have state; right before the first step and for optimizers without "
-            "state, else pass the inner optimizers"
+            f"{show(address)}: 0 of {num_params} parameters have state; right for optimizers that have none, and before the "
+            "first step (but a rehearsal needs the structure that will be saved); else pass the inner optimizers"
         )
     if any(has_hooks(group.optimizer) for group in groups):
         collector.warn(f"{show(address)}: the hooks of the optimizer's state_dict are not run")

@@ -7,7 +7,7 @@ made to wait. That is a matter of memory, not of names: a row is lazy if all its
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, final
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from anyshard.adapters.memory_ranges import Column, Mask, MemoryRanges, list_plain, locate, locate_sources
-from anyshard.adapters.ownership import FREE, FROZEN, FSDP1, Holding, find_objects, list_holdings, list_optimizers
+from anyshard.adapters.ownership import FREE, FROZEN, FSDP1, Holding, find_objects, list_holdings, list_modules, list_optimizers
 from anyshard.adapters.tensors import DeviceSource, HostSource
 from anyshard.records.addresses import section_of
 from anyshard.records.captured import Captured
@@ -44,12 +44,14 @@ class Eligibility:
     """Which rows of what was captured may be copied after the call, and what has to wait until they are.
 
     `is_lazy` says it per row of `captured.shards`. `reasons` has the addresses of the other rows by the reason why these have to
-    be copied at the call. `optimizers` are those to which the lazy rows belong, in the order of the app state.
+    be copied at the call. `optimizers` are those to which the lazy rows belong, in the order of the app state. `memory` is that
+    of the lazy rows.
     """
 
     is_lazy: NDArray[np.bool_]
     reasons: Mapping[str, tuple[str, ...]]
     optimizers: tuple[torch.optim.Optimizer, ...]
+    memory: MemoryRanges = field(default_factory=MemoryRanges.empty)
 
 
 def find_eligible(
@@ -60,7 +62,7 @@ def find_eligible(
     Rows of less than `min_nbytes` never are. The same app state in the same layout gives the same answer.
     """
     objects = {name: tuple(find_objects(value, registry)) for name, value in app_state.items()}
-    modules = {name: _list_modules(found) for name, found in objects.items()}
+    modules = {name: list_modules(found) for name, found in objects.items()}
     optimizers = list_optimizers(chain.from_iterable(objects.values()))
     rows = _Rows(captured)
     estates = {obstacle: _Estate(held, rows) for obstacle, held in list_holdings(optimizers, rows.by_tensor).items()}
@@ -80,7 +82,9 @@ def find_eligible(
     rows.refuse(_SHARED, _share_storage(rows, is_stranger | is_buffer))
     if _is_capturing():
         rows.refuse(_CAPTURING, rows.mark(lambda tensor: not tensor.is_cpu))
-    return Eligibility(rows.is_open, rows.list_reasons(), tuple(optimizers[number] for number in free.find_owners(rows)))
+    memory = MemoryRanges(rows.starts[rows.is_open], rows.stops[rows.is_open])
+    owners = tuple(optimizers[number] for number in free.find_owners(memory))
+    return Eligibility(rows.is_open, rows.list_reasons(), owners, memory)
 
 
 @final
@@ -146,9 +150,8 @@ class _Estate:
             is_owned |= MemoryRanges(self.starts[is_dense], self.stops[is_dense]).contain(rows.starts, rows.stops)
         return is_owned
 
-    def find_owners(self, rows: _Rows) -> list[int]:
-        """The numbers of the optimizers that hold some byte of the rows that are still open."""
-        memory = MemoryRanges(rows.starts[rows.is_open], rows.stops[rows.is_open])
+    def find_owners(self, memory: MemoryRanges) -> list[int]:
+        """The numbers of the optimizers that hold some byte of this memory."""
         numbers: list[int] = np.unique(self._owners[memory.touch(self.starts, self.stops)]).tolist()
         return numbers
 
@@ -159,18 +162,6 @@ def _find_buffers(buffers: frozenset[str], table: TensorTable) -> Mask:
     is_buffer = np.zeros(len(table.addresses), dtype=np.bool_)
     is_buffer[np.where(table.alias_of[rows] == NOT_AN_ALIAS, rows, table.alias_of[rows])] = True
     return is_buffer
-
-
-def _list_modules(objects: Iterable[object]) -> list[torch.nn.Module]:
-    """The modules among objects and all within them, each once; `Module.modules` takes some times as long."""
-    found = {id(module): module for module in objects if isinstance(module, torch.nn.Module)}
-    pending = list(found.values())
-    while pending:
-        for module in vars(pending.pop())["_modules"].values():
-            if module is not None and id(module) not in found:
-                found[id(module)] = module
-                pending.append(module)
-    return list(found.values())
 
 
 def _find_renormed(modules: Iterable[torch.nn.Module]) -> MemoryRanges:

@@ -6,19 +6,17 @@ hooks while these run: to take one away when the snapshot is done, on another th
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, cast, final
 
-import numpy as np
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from anyshard.adapters.memory_ranges import MemoryRanges, list_plain, locate, locate_sources
+from anyshard.adapters.memory_ranges import list_plain, locate
 from anyshard.adapters.stability import Eligibility
-from anyshard.adapters.tensors import DeviceSource, HostSource
-from anyshard.records.captured import Captured
 
 _POST = "anyshard_post"  # the attribute of our hooks by which we know them
 
@@ -29,19 +27,20 @@ class StepGuard:
 
     That is a step or a `load_state_dict` of the optimizers of `eligibility`, compiled or not, and a step of any other optimizer
     with a parameter in the same memory. `wait` returns once all lazy rows are copied, at once if they are. It may be called at
-    any time on any thread, and must not raise: a failed snapshot is no reason to break a step of training.
+    any time on any thread, and must not raise: a failed snapshot is no reason to break a step of training. In a forked child
+    nothing waits, for what it does to its memory is seen by no snapshot of its parent, whose threads it does not have.
 
     Keeps neither tensors nor optimizers alive. Call `open` on the training thread, between steps, and `close` on any thread.
     """
 
-    def __init__(self, eligibility: Eligibility, captured: Captured, wait: Callable[[], None]) -> None:
+    def __init__(self, eligibility: Eligibility, wait: Callable[[], None]) -> None:
         self._optimizers = {id(optimizer): weakref.ref(optimizer) for optimizer in eligibility.optimizers}
-        lazy = [captured.sources[row] for row in np.flatnonzero(eligibility.is_lazy).tolist()]
-        self._memory = MemoryRanges(*locate_sources(cast("list[HostSource | DeviceSource]", lazy)))
+        self._memory = eligibility.memory
         self._wait = wait
         self._lock = threading.Lock()
         self._posts: list[_Post] | None = None
         self._is_over = False
+        self._pid = os.getpid()
 
     def open(self) -> None:
         """Let optimizers wait from now on; no more than once, and not after `close`."""
@@ -63,7 +62,7 @@ class StepGuard:
 
     def meet(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before a step of an optimizer, whichever it is: wait if it may change lazy rows."""
-        if self._knows(optimizer) or self._may_touch(optimizer):
+        if os.getpid() == self._pid and (self._knows(optimizer) or self._may_touch(optimizer)):
             self._wait()
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -74,7 +73,7 @@ class StepGuard:
         try:
             params = list_plain([param for group in optimizer.param_groups for param in group["params"]])
             return bool(self._memory.touch(*locate(params)).any())
-        except (AttributeError, RuntimeError):  # it lacks groups, or a tensor does not say where it lies
+        except Exception:  # noqa: BLE001 - odd groups, or a tensor that does not say where it lies: better wait in vain
             return True
 
 
@@ -119,6 +118,11 @@ def _find_global_post() -> _Post:
     post = _Post()
     torch_optimizer.register_optimizer_step_pre_hook(_make_hook(post))
     return post
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook on an optimizer is one of ours, which does nothing while no guard is open."""
+    return getattr(hook, _POST, None) is not None
 
 
 def _look_for_post(hooks: Iterable[object]) -> _Post | None:

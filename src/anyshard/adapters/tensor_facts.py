@@ -7,7 +7,8 @@ to exchange a tensor that has one, as `Module.to` does with DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter, eq
 from typing import Any, TypeAlias, final
 
 import torch
@@ -16,35 +17,41 @@ from anyshard.adapters.replay import Changed
 from anyshard.adapters.tensors import is_dtensor, is_wrapper
 from anyshard.adapters.watch import Watch
 
-_Fact: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, int, int, torch.dtype, torch.device]
+_Ask: TypeAlias = Callable[[torch.Tensor], Any]
+
+# Whatever `tensor.data = other`, which leaves the object, may change. First what changes most often, for the first that differs
+# ends the comparison.
+_FACTS: tuple[_Ask, ...] = (
+    torch.Tensor.data_ptr,
+    attrgetter("shape"),
+    torch.Tensor.stride,
+    torch.Tensor.storage_offset,
+    lambda tensor: tensor.untyped_storage().nbytes(),
+    attrgetter("dtype"),
+    attrgetter("device"),
+    torch.Tensor.is_conj,
+    torch.Tensor.is_neg,
+)
 
 
-def _measure(tensor: torch.Tensor) -> _Fact:
-    """Whatever `tensor.data = other`, which leaves the object, may change."""
-    return (
-        tuple(tensor.shape),  # no torch.Size, which the garbage collector would look at again and again
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.data_ptr(),
-        tensor.untyped_storage().nbytes(),
-        tensor.dtype,
-        tensor.device,
-    )
+# So many at once: asked for one fact of all 10,000, each tensor is out of the processor's cache when asked for the next.
+_CHUNK = 128
 
 
-def _are_same(tensors: Sequence[torch.Tensor], facts: Sequence[_Fact]) -> bool:
-    # Without an object that lives on for each of them, for there may be 100,000.
-    for tensor, (shape, stride, offset, place, nbytes, dtype, device) in zip(tensors, facts, strict=True):
-        is_same = (
-            tensor.data_ptr() == place
-            and tensor.shape == shape
-            and tensor.stride() == stride
-            and tensor.storage_offset() == offset
-            and tensor.untyped_storage().nbytes() == nbytes
-            and tensor.dtype is dtype
-            and tensor.device == device
-        )
-        if not is_same:
+def _measure(tensors: Sequence[torch.Tensor]) -> list[list[list[Any]]]:
+    # No torch.Size, which the garbage collector would look at again and again.
+    chunks = (tensors[start : start + _CHUNK] for start in range(0, len(tensors), _CHUNK))
+    return [
+        [[tuple(fact) if isinstance(fact, torch.Size) else fact for fact in map(ask, chunk)] for ask in _FACTS]
+        for chunk in chunks
+    ]
+
+
+def _are_same(tensors: Sequence[torch.Tensor], facts: Sequence[Sequence[Sequence[Any]]]) -> bool:
+    # Without an object that lives on for each of them, for there may be 100,000, and in C, for the same reason.
+    for start, known in zip(range(0, len(tensors), _CHUNK), facts, strict=True):
+        chunk = tensors[start : start + _CHUNK]
+        if not all(all(map(eq, map(ask, chunk), fact)) for ask, fact in zip(_FACTS, known, strict=True)):
             return False
     return True
 
@@ -63,14 +70,17 @@ class TensorFacts:
         if any(map(is_wrapper, locals_)):
             raise Changed("a DTensor over a tensor subclass")
         self._types, self._local_types = list(map(type, tensors)), list(map(type, locals_))
-        self._facts = list(map(_measure, locals_))
+        self._facts = _measure(locals_)
         self._placements = self._list_placements(tensors)
         watch.note([tensors[place].device_mesh for place in self._sharded])  # type: ignore[attr-defined]
 
-    def match(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The plain tensors in which these lie here, if all is as it was."""
+    def match_objects(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Return if these are the tensors, or might be those of dead ones; else raise `Changed`."""
         if list(map(id, tensors)) != self._ids or list(map(type, tensors)) != self._types:
             raise Changed("another tensor")
+
+    def match_memory(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The plain tensors in which these lie here, which `match_objects` has found to be the same, if all else is as it was."""
         if self._list_placements(tensors) != self._placements:
             raise Changed("other placements")
         locals_ = self._list_locals(tensors)

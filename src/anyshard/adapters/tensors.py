@@ -216,8 +216,13 @@ def host_bits(bits: torch.Tensor) -> NDArray[np.generic]:
 
 def source_of(tensor: torch.Tensor, address: str) -> Source:
     """A source of a checked plain tensor's bytes, which neither copies nor looks at one of them now."""
+    return source_of_known(tensor, address, None, None)
+
+
+def source_of_known(tensor: torch.Tensor, address: str, data_ptr: int | None, nbytes: int | None) -> Source:
+    """`source_of` for who knows where the bytes lie, and how many there are: to ask for that takes most of the time."""
     plain = tensor if type(tensor) in _PLAIN else tensor.detach().as_subclass(torch.Tensor)
-    return HostSource(plain, address) if plain.is_cpu else DeviceSource(plain, address)
+    return (HostSource if plain.is_cpu else DeviceSource)(plain, address, data_ptr, nbytes)
 
 
 def destination_of(tensor: torch.Tensor, dtype: torch.dtype) -> Destination:
@@ -256,10 +261,10 @@ class _TensorSource:
 
     __slots__ = ("_address", "_array", "_bits", "data_ptr", "nbytes", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, address: str) -> None:
+    def __init__(self, tensor: torch.Tensor, address: str, data_ptr: int | None = None, nbytes: int | None = None) -> None:
         self.tensor = tensor
-        self.data_ptr = tensor.data_ptr()
-        self.nbytes = tensor.nbytes
+        self.data_ptr = tensor.data_ptr() if data_ptr is None else data_ptr
+        self.nbytes = tensor.nbytes if nbytes is None else nbytes
         self._address = address
         self._bits: torch.Tensor | None = None
         self._array: ArraySource | None = None
@@ -283,7 +288,7 @@ class HostSource(_TensorSource):
     """Source over a tensor in host memory; an error if that was freed, resized or replaced before it has been read.
 
     `tensor` is plain (a parameter, it may be); the source's bytes are its elements in C order, conj and neg views resolved.
-    `data_ptr` and `nbytes` are the tensor's when the source was made.
+    `data_ptr` and `nbytes` are the tensor's when the source was made; who knows them may give them.
     """
 
     __slots__ = ()

@@ -37,7 +37,7 @@ class Agreement:
     """
 
     def __init__(
-        self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...], Decision | None], None]
+        self, terms: Terms, *, admit: Callable[[Ranks], None], end: Callable[[tuple[str, ...], Verdict | None], None]
     ) -> None:
         self._terms = terms
         self._members = terms.members
@@ -68,7 +68,7 @@ class Agreement:
         finally:
             self._failure = None  # it holds the frames of its traceback, and they this object
             self._has_ended = True
-            self._end(self._own_keys(), self.decision)
+            self._end(self._own_keys(), self._watch.verdict)
 
     def begin(self, verdict: Verdict | None) -> None:
         """Raise the failure that the operation has already ended with, or begin it (coordinator). By the group, once."""

@@ -43,6 +43,8 @@ class Group:
         self._ended: list[tuple[int, tuple[str, ...]]] = []
         self._decided: list[int] = []  # operations whose decisions this coordinator has to delete
         self._committed = 0  # the last operation that was: all ranks came to it
+        # How the last operation ended, if another rank took it for something else: that one is ahead, and has made that call.
+        self._ahead: Verdict | None = None
 
     @property
     def rank(self) -> int:
@@ -72,6 +74,9 @@ class Group:
         first one of the group, and finds the others in another, raises `RankMissing` alone.
         """
         patience = patience or Patience()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.other_subject == subject:
+            raise ahead.error(self.size)
         store = self._bound(patience)
         if not self.is_coordinator:
             self._join(store, subject, patience)
@@ -79,7 +84,8 @@ class Group:
         self._next, self._num_behind = sequence + 1, 0
         self._forget(store, sequence)
         terms = Terms(self._members, store, self._keys_of(sequence), subject, patience)
-        agreement = Agreement(terms, admit=partial(self._admit, store, sequence), end=partial(self._note_end, sequence))
+        end = partial(self._note_end, sequence, subject)
+        agreement = Agreement(terms, admit=partial(self._admit, store, sequence), end=end)
         with ExitStack() as stack:
             stack.enter_context(agreement)
             agreement.begin(verdict)
@@ -88,12 +94,12 @@ class Group:
             stack.pop_all()
         return agreement
 
-    def refuse(self, error: Exception, *, patience: Patience | None = None) -> NoReturn:
-        """Make `error`, for which this rank cannot even say what it calls, the failure of the call that the others make.
+    def refuse(self, error: Exception, *, subject: str = ANY, patience: Patience | None = None) -> NoReturn:
+        """Make `error` the failure of the call that the others make, about `subject` if this rank can say that.
 
         Raises what they raise. In a group of one rank the error stays what it is.
         """
-        with self.agree(ANY, patience=patience) as agreement:
+        with self.agree(subject, patience=patience) as agreement:
             agreement.fail("call", error)
 
     def hang_up(self, timeout_s: float) -> None:
@@ -153,7 +159,7 @@ class Group:
                     if self.is_coordinator or not verdict.leaves_open(subject, job_rank=self._members.job_rank):
                         return ours
                 elif self.is_coordinator:
-                    self._note_end(sequence)
+                    self._note_end(sequence, subject)
             elif begin is not None:
                 theirs = json.loads(begin)["subject"]
                 if theirs in (ANY, subject) or (subject == ANY and self._num_behind == 0):
@@ -186,11 +192,13 @@ class Group:
             self._decided.remove(decided)
             store.delete(self._keys_of(decided).decision)
 
-    def _note_end(self, sequence: int, keys: tuple[str, ...] = (), decision: Decision | None = None) -> None:
+    def _note_end(self, sequence: int, subject: str, keys: tuple[str, ...] = (), verdict: Verdict | None = None) -> None:
         self._ended.append((sequence, keys))
         if self.is_coordinator:
             self._decided.append(sequence)
-        if decision is Decision.COMMIT:
+        if verdict is not None and verdict.other_subject not in (None, subject):
+            self._ahead = verdict
+        if verdict is not None and verdict.decision is Decision.COMMIT:
             self._committed = max(self._committed, sequence)
 
     def _admit(self, store: KeyValueStore, sequence: int, ranks: tuple[int, ...]) -> None:

@@ -16,6 +16,7 @@ class Turn:
         # Reentrant: a signal handler may run at any moment of the thread that it interrupts, in `take` too.
         self._lock = threading.RLock()
         self._holder: str | None = None
+        self._thread = 0  # of the holder
 
     @contextmanager
     def take(self, what: str, timeout_s: float) -> Iterator[None]:
@@ -27,17 +28,22 @@ class Turn:
                 {},
             )
         try:
-            if self._holder is not None:
-                raise OperationFailed(
-                    f"{what}: expected to be called when the group is free, found this thread in {self._holder}, from within "
-                    "which it was called (by a signal handler, a state_dict, a sink). Do it when that one has returned: a signal "
-                    "handler sets a flag, and the training loop saves",
-                    {},
-                )
-            self._holder = what
+            self.check_outside(what)
+            self._holder, self._thread = what, threading.get_ident()
             try:
                 yield
             finally:
                 self._holder = None
         finally:
             self._lock.release()
+
+    def check_outside(self, what: str) -> None:
+        """Raise `OperationFailed` if this thread holds the turn: `what` would wait for what it was called from."""
+        holder = self._holder
+        if holder is not None and self._thread == threading.get_ident():
+            raise OperationFailed(
+                f"{what}: expected to be called when the group is free, found this thread in {holder}, from within which it was "
+                "called (by a signal handler, a state_dict, a sink). Do it when that one has returned: a signal handler sets a "
+                "flag, and the training loop saves",
+                {},
+            )

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from anyshard.engine.guarded import GuardedReader
 from anyshard.engine.images import Images
-from anyshard.engine.words import WordPlaces, Words, pick_words, read_words, view_memory
+from anyshard.engine.words import WORD_NBYTES, WordPlaces, Words, pick_words, read_words, view_memory
 from anyshard.records.tables import IntColumn
 
 _PIECE_NBYTES = 8 << 20  # copied between two looks at whether the source is still there
@@ -44,7 +46,7 @@ class LazyRows:
     def __init__(self, images: Images, number: IntColumn, *, tensors: Sequence[_Tensor], address: IntColumn) -> None:
         self._images = images
         self._number = number
-        self._tensors: list[_Tensor | None] = list(tensors)
+        self._tensors: list[_Tensor] = list(tensors)
         self._address = address
         self._places = WordPlaces(number[:0], number[:0])
         self._words: Words = np.zeros(0, dtype=np.uint64)
@@ -62,12 +64,28 @@ class LazyRows:
             zip(self._address.tolist(), position.tolist(), nbytes.tolist(), strict=True)
         ):
             is_torn[at] = not self._copy(at, view_memory(address, length), position=start, check=check)
-            self._tensors[at] = None
-        # What was there at the call is compared with what was copied, not with what is there now: so no write can slip by.
         found = pick_words(self._images.arena.memory, position, self._places)
         is_torn[self._places.row[found != self._words]] = True
+        is_torn |= self._look_again(~is_torn)
         torn: list[int] = self._number[is_torn].tolist()
         return torn
+
+    def _look_again(self, is_fine: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Which rows are not any more as they were at the call, of those that seem to be fine.
+
+        The copy may have overtaken a writer between two of the words. By now that has come to the next one.
+        """
+        here = is_fine & np.array([self._is_there(at) for at in range(len(self._number))], dtype=np.bool_)
+        has_changed = is_fine & ~here
+        which = np.flatnonzero(here[self._places.row])
+        row, addresses = self._places.row[which], (self._address[self._places.row] + self._places.word * WORD_NBYTES)[which]
+        with GuardedReader() as reader:
+            found = reader.read_words(addresses.tolist())
+            if found is None:  # one at a time tells which are gone
+                single = [reader.read_words([address]) for address in addresses.tolist()]
+                found = np.array([~word if one is None else one[0] for one, word in zip(single, self._words[which], strict=True)])
+        has_changed[row[found != self._words[which]]] = True
+        return has_changed
 
     def drop(self) -> None:
         """Let go of all tensors."""
@@ -89,6 +107,5 @@ class LazyRows:
 
     def _is_there(self, at: int) -> bool:
         tensor = self._tensors[at]
-        assert tensor is not None
         end_nbytes = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
         return tensor.data_ptr() == self._address[at] and tensor.untyped_storage().nbytes() >= end_nbytes

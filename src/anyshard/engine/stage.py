@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast, final
 
@@ -21,10 +20,13 @@ from numpy.typing import NDArray
 
 from anyshard.engine.images import ImageLayout, Images
 from anyshard.engine.lazy_rows import LazyRows
+from anyshard.engine.rows import Rows, take_rows
+from anyshard.engine.tiny_rows import TinyRows, find_tiny
 from anyshard.engine.words import WORD_NBYTES, WordPlaces, choose_words
 from anyshard.errors import InvalidAppState, TornSnapshot
 from anyshard.records.addresses import show
-from anyshard.records.handles import RangeSource, Source
+from anyshard.records.captured import MemoryFacts
+from anyshard.records.handles import Source
 from anyshard.records.tables import IntColumn
 
 _POLL_S = 0.001
@@ -82,15 +84,23 @@ class Staging:
 
     `sources`, `is_lazy` and `addresses` are per row of the plan's shards. The memory of a lazy row is its tensor's own, dense and
     without conj and neg views. Rows that cannot be lazy (other sources, not at a multiple of 8 bytes) are copied by `begin`.
+    `known` says where they lie, found just before on this thread: tensors are not asked for what it says.
     """
 
     def __init__(
-        self, images: Images, sources: Sequence[Source], *, is_lazy: NDArray[np.bool_], addresses: Sequence[str]
+        self,
+        images: Images,
+        sources: Sequence[Source],
+        *,
+        is_lazy: NDArray[np.bool_],
+        addresses: Sequence[str],
+        known: MemoryFacts | None = None,
     ) -> None:
         self._images = images
         self._sources = sources
         self._is_lazy = is_lazy
         self._addresses = addresses
+        self._known = known
         self._lazy: list[LazyRows | _DeviceRows] = []
         self.lazy_nbytes = 0  # of the rows that `finish` will copy
 
@@ -102,12 +112,16 @@ class Staging:
             with torch.inference_mode(mode=False), torch.no_grad():
                 self._begin()
         except BaseException:
-            for part in self._lazy:
-                part.drop()
-            self._lazy = []
+            self.drop()
             raise
         finally:
             self._sources = ()
+
+    def drop(self) -> None:
+        """Give the snapshot up: returns once no copy into the arena is under way and no tensor is held."""
+        lazy, self._lazy = self._lazy, []
+        for part in lazy:
+            part.drop()
 
     def finish(self, check: Callable[[], None]) -> None:
         """Copy the lazy rows; called once, on any thread. `check` is called now and then, and what it raises is raised.
@@ -129,74 +143,34 @@ class Staging:
         if not isinstance(views := arena.views, _Views) or views.layout is not layout:
             _clear_gaps(layout, arena.memory)
             views = arena.views = _Views(layout, arena.memory)
-        rows = _take_rows(self._sources, layout)
-        is_host, is_read = np.array(_list_host(rows.tensors), dtype=np.bool_), rows.address == 0
-        is_lazy = self._is_lazy[rows.number] & ~is_read
-        is_lazy[is_lazy] = _can_be_lazy(rows.pick(is_lazy), layout)
+        rows = take_rows(self._sources, layout, self._known)
+        is_host, is_read = rows.is_host, rows.address == 0
+        is_lazy = self._is_lazy[rows.number] & ~is_read & _can_be_lazy(rows, layout)
         is_device = ~is_host & ~is_read
-        eager = [part.begin() for part in _split_devices(rows.pick(is_device & ~is_lazy), views)]
-        self._lazy += [part.remember().begin() for part in _split_devices(rows.pick(is_device & is_lazy), views)]
+        is_tiny = ~is_lazy & find_tiny(rows, layout)
+        eager = _split_devices(rows.pick(is_device & ~is_lazy), views)
+        later = _split_devices(rows.pick(is_device & is_lazy), views)
+        self._lazy += later  # before they begin: whatever fails now, all of them are waited for
         if len((lazy := rows.pick(is_host & is_lazy)).number):
             places = views.choose_words(lazy.number)
             self._lazy.append(LazyRows(self._images, lazy.number, tensors=lazy.tensors, address=lazy.address).begin(places))
         self.lazy_nbytes = int(layout.row_nbytes[rows.number[is_lazy]].sum())
         try:
-            _copy(rows.pick(is_host & ~is_lazy), views)
+            for part in eager:
+                part.begin()
+            for part in later:
+                part.remember().begin()
+            views.tiny.copy(rows.number[is_tiny], rows.address[is_tiny])
+            _copy(rows.pick(is_host & ~is_lazy & ~is_tiny), views)
             _read(rows.pick(is_read), layout, arena.memory)
         finally:
             for part in eager:
                 part.drop()
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of the plan that have elements: number, source, tensor and its address; None and 0 of what has to be read."""
-
-    number: IntColumn
-    sources: list[Any]
-    tensors: list[Any]
-    address: IntColumn
-
-    def pick(self, which: NDArray[np.bool_]) -> _Rows:
-        if which.all():
-            return self
-        at = np.flatnonzero(which).tolist()
-        return _Rows(self.number[which], [self.sources[i] for i in at], [self.tensors[i] for i in at], self.address[which])
-
-
-def _take_rows(sources: Sequence[Source], layout: ImageLayout) -> _Rows:
-    number = np.flatnonzero(layout.row_nbytes)
-    picked: list[Any] = [sources[row] for row in number.tolist()]
-    tensors = [getattr(source, "tensor", None) for source in picked]
-    for at in [at for at, tensor in enumerate(tensors) if tensor is None]:
-        tensors[at] = _cut(picked[at])
-    found = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    known = [getattr(source, "data_ptr", None) for source in picked]
-    for source, before, now in zip(picked, known, found, strict=True) if known != found else ():
-        if before not in (None, now):
-            source.bits  # noqa: B018 - raises the error that says so: it was freed or moved, and copying it would crash
-    return _Rows(number, picked, tensors, np.array(found, dtype=np.int64))
-
-
-def _cut(source: Source) -> torch.Tensor | None:
-    """What a range is of a dense tensor, as bits; None of any other source."""
-    start, nbytes = 0, source.nbytes
-    while isinstance(source, RangeSource):
-        start, source = start + source.start, source.source
-    bits: torch.Tensor | None = getattr(source, "bits", None)
-    if bits is None or not bits.is_contiguous():
-        return None
-    return bits.view(-1)[start // bits.element_size() : (start + nbytes) // bits.element_size()]
-
-
-def _list_host(tensors: Sequence[torch.Tensor | None]) -> list[bool]:
-    return [tensor is not None and tensor.is_cpu for tensor in tensors]
-
-
-def _can_be_lazy(rows: _Rows, layout: ImageLayout) -> NDArray[np.bool_]:
+def _can_be_lazy(rows: Rows, layout: ImageLayout) -> NDArray[np.bool_]:
     """Which rows begin at a multiple of a word, have one at least, and are dense."""
-    is_dense = np.array([tensor.is_contiguous() for tensor in rows.tensors], dtype=np.bool_)
-    fits: NDArray[np.bool_] = is_dense & (rows.address % WORD_NBYTES == 0) & (layout.row_nbytes[rows.number] >= WORD_NBYTES)
+    fits: NDArray[np.bool_] = rows.is_dense & (rows.address % WORD_NBYTES == 0) & (layout.row_nbytes[rows.number] >= WORD_NBYTES)
     return fits
 
 
@@ -210,7 +184,7 @@ def _clear_gaps(layout: ImageLayout, memory: memoryview) -> None:
             memory[begin:end] = bytes(end - begin)
 
 
-def _copy(rows: _Rows, views: _Views) -> None:
+def _copy(rows: Rows, views: _Views) -> None:
     """Copy tensors in host memory."""
     tensors, dtypes = rows.tensors, [tensor.dtype for tensor in rows.tensors]
     if not _COPIED.issuperset(dtypes):
@@ -230,7 +204,7 @@ def _copy_all(targets: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
         target.copy_(tensor)
 
 
-def _read(rows: _Rows, layout: ImageLayout, memory: memoryview) -> None:
+def _read(rows: Rows, layout: ImageLayout, memory: memoryview) -> None:
     """Copy what has no tensor, or none that is dense."""
     for source, row in zip(rows.sources, rows.number.tolist(), strict=True):
         start = int(layout.row_position[row])
@@ -243,6 +217,7 @@ class _Views:
 
     def __init__(self, layout: ImageLayout, memory: memoryview) -> None:
         self.layout = layout
+        self.tiny = TinyRows(layout, memory)
         self._bytes = torch.from_numpy(np.frombuffer(memory, np.uint8))
         self._seen: tuple[bytes, list[torch.dtype], list[int]] = b"", [], []
         self._targets: list[torch.Tensor] = []
@@ -286,7 +261,7 @@ def _dense_strides(shape: torch.Size) -> list[int]:
     return strides[::-1]
 
 
-def _split_devices(rows: _Rows, views: _Views) -> list[_DeviceRows]:
+def _split_devices(rows: Rows, views: _Views) -> list[_DeviceRows]:
     bits = [getattr(source, "bits", tensor) for source, tensor in zip(rows.sources, rows.tensors, strict=True)]
     devices = {one.device: [at for at, other in enumerate(bits) if other.device == one.device] for one in bits}
     return [_DeviceRows(rows.number[at], [bits[i] for i in at], views) for at in devices.values()]
@@ -361,11 +336,13 @@ class _SideStream:
     def copy(self, targets: Tensors, bits: Tensors) -> None:
         """Copy when all is done that the calling thread's current stream has to do now."""
         self._stream.wait_event(torch.accelerator.current_stream(self._device).record_event())
-        with self._stream:
-            for target, source in zip(targets, bits, strict=True):
-                target.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)  # if it is freed, its memory is used again only after the copy
-        self._done = self._stream.record_event()
+        try:
+            with self._stream:
+                for target, source in zip(targets, bits, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    source.record_stream(self._stream)  # if it is freed, its memory is used again only after the copy
+        finally:
+            self._done = self._stream.record_event()
 
     def is_done(self) -> bool:
         """Whether the copies have ended."""

@@ -31,12 +31,12 @@ class WordPlaces:
 
 
 def choose_words(nbytes: IntColumn) -> WordPlaces:
-    """The last word of each row, for a copy comes to it last, and of longer ones also the first and more, one for each MiB.
+    """The first and the last word of each row, where the copy begins and ends, and of longer ones more, one for each MiB.
 
     The bytes behind the last whole word are in none.
     """
     num_words = nbytes // WORD_NBYTES
-    num = 1 + nbytes // _STRETCH_NBYTES
+    num = np.minimum(2 + (nbytes - 1) // _STRETCH_NBYTES, num_words)
     row = np.repeat(np.arange(len(nbytes)), num)
     order = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
     is_last = order == (num - 1)[row]

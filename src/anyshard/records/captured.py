@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from anyshard.records.constant_trees import ConstantTrees
 from anyshard.records.handles import Source
-from anyshard.records.tables import ShardTable, TensorTable
+from anyshard.records.tables import IntColumn, ShardTable, TensorTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,22 @@ class PerRankPart:
 
     key: bytes
     tree: object
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryFacts:
+    """Where tensors of rows lie, as a capture has just found again; all captures give the same object that have found the same.
+
+    `address` is 0 where nothing is known, of any row. `is_dense`: in C order without holes, and no conj or neg view.
+    """
+
+    address: IntColumn
+    is_host: NDArray[np.bool_]
+    is_dense: NDArray[np.bool_]
+
+    def pick(self, rows: IntColumn) -> MemoryFacts:
+        """Those of some rows."""
+        return MemoryFacts(self.address[rows], self.is_host[rows], self.is_dense[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,7 @@ class Captured:
     of each named axis of the meshes that were met. `branches` are addresses of dicts in the trees that are united with those of
     other ranks key by key, whatever is in them. `warnings` are sentences for the report. `constants` are subtrees of `trees` that
     are the same objects in all captures of this structure; there are some only if a cache has taken the app state apart.
+    `memory` says where the rows lie, if such a cache has found the very tensors of an earlier capture where they were.
     """
 
     shards: ShardTable
@@ -40,6 +60,7 @@ class Captured:
     mesh: Mapping[str, int] = field(default_factory=dict)
     branches: frozenset[str] = frozenset()
     constants: ConstantTrees | None = None
+    memory: MemoryFacts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
