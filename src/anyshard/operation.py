@@ -47,9 +47,9 @@ class Operation:
         with agreement.phase(name), self.events.span(f"save.{name}", nbytes=nbytes):
             yield
 
-    def agree(self, subject: str, *, timeout_s: float) -> Agreement:
-        """Begin to agree with the other ranks, each of which waits up to `timeout_s` for its storage."""
-        return self.group.agree(subject, patience=patience_with_ranks(timeout_s))
+    def agree(self, subject: str, *, timeout_s: float, is_made_once: bool = False) -> Agreement:
+        """Begin to agree with the other ranks, each of which waits up to `timeout_s` for its storage; see `Group.agree`."""
+        return self.group.agree(subject, patience=patience_with_ranks(timeout_s), is_made_once=is_made_once)
 
 
 def patience_with_ranks(timeout_s: float) -> Patience:

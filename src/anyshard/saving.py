@@ -80,7 +80,7 @@ class SaveOperation:
     def run(self, snapshot: Snapshot) -> SaveReport:
         """Save the app state of a snapshot."""
         try:
-            self._agreement = self._operation.agree(self.subject, timeout_s=self._intent.options.timeout_s)
+            self._agreement = self._operation.agree(self.subject, timeout_s=self._intent.options.timeout_s, is_made_once=True)
             with self._agreement:
                 return self._save(self._agreement, snapshot)
         except BaseException as error:

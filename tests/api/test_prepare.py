@@ -390,3 +390,16 @@ def test_a_store_may_be_given(tmp_path: Path) -> None:
     store: Store = MemoryStore(url="memory:runs")
     assert "memory:runs" == anyshard.prepare(store, make_plain()).url
     assert ((), ()) == (store.list("").entries, store.list("").prefixes)
+
+
+def test_a_rehearsal_leaves_no_trace_in_later_files(tmp_path: Path) -> None:
+    """Between two saves of the same state, the files of the second are those of the first: the gaps of its memory are zeros."""
+    state = {"x": {name: torch.ones(100 + number) for number, name in enumerate("abc")}}
+    found = []
+    for step in (1, 2):
+        anyshard.prepare(tmp_path, state)
+        anyshard.async_save(tmp_path / f"step_{step}", state).result()
+        (blob,) = (tmp_path / f"step_{step}/data").rglob("*.bin")
+        found.append(blob.read_bytes()[64:1400])
+    assert found[0] == found[1]
+    assert b"\0" * 48 == found[0][400:448]

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import anyshard
+from anyshard.adapters.stability import Eligibility
+from anyshard.adapters.step_hooks import StepGuard
 from anyshard.storage.memory import MemoryStore
 from tests.background import scenes
 from tests.background.scenes import LAZY, SOON_S, contents, gated, make_job, make_small, saved_now
@@ -137,3 +140,15 @@ def test_a_child_that_ends_as_programs_do(tmp_path: Path) -> None:
     live = torch.zeros(100)
     anyshard.load(tmp_path / "step_1", {"w": live})
     assert live.tolist() == torch.arange(100.0).tolist()
+
+
+def test_a_child_steps_while_its_parent_still_copies() -> None:
+    """A child has none of the threads that copy, and what it does to its memory is in no snapshot: its steps do not wait."""
+    model, optimizer = make_job()
+    assert list(model.parameters())
+    guard = StepGuard(Eligibility(np.ones(1, dtype=np.bool_), {}, (optimizer,)), lambda: os._exit(3))
+    guard.open()
+    try:
+        assert "stepped" == in_child(lambda: str(optimizer.step() or "stepped"))
+    finally:
+        guard.close()

@@ -264,3 +264,26 @@ def test_a_thousand_ranks() -> None:
     assert (1, True) == (counts["set_if_absent"], counts["delete"] <= 1)
     assert counts["nbytes"] < size * 104 + 1000 + 5000 * (counts["set"] - size - 3)
     assert counts["asked"] < 300 * size
+
+
+# ------------------------------------------------------------------------------------------------------------ calls left out
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_call_that_one_rank_leaves_out_is_caught_up_with(connect: Connect, behind: int) -> None:
+    """A rank that is one call ahead fails with the others once; they pass over the call that it has made, and all meet again."""
+    groups = make_groups(3, connect)
+    run_group(groups, lambda group: save(group, "save 1"))
+    found = run_group(
+        groups, lambda group: [_tell(group, f"save {step}") for step in range(2, 6) if step != 2 or group.rank != behind]
+    )
+    assert [SAVED] * 3 == [outcomes[-1] for outcomes in found]
+    assert [["failed", "failed", SAVED, SAVED]] * 2 == [outcomes for rank, outcomes in enumerate(found) if rank != behind]
+    assert ["failed", SAVED, SAVED] == found[behind]
+
+
+def _tell(group: Group, subject: str) -> Any:
+    try:
+        return save(group, subject)
+    except OperationFailed:
+        return "failed"

@@ -59,3 +59,16 @@ def test_another_thread_waits_for_its_turn_up_to_a_time() -> None:
     is_over.set()
     with turn.take("the load of b", LONG_S):
         thread.join(LONG_S)
+
+
+def test_what_would_wait_for_its_own_end_is_refused_at_once() -> None:
+    """Who only waits for the turn's end can ask first; other threads, and this one afterwards, may wait."""
+    turn, others = Turn(), list[object]()
+    with turn.take("the save to a", LONG_S):
+        with pytest.raises(OperationFailed, match="wait_all: .* found this thread in the save to a"):
+            turn.check_outside("wait_all")
+        thread = threading.Thread(target=lambda: others.append(turn.check_outside("wait_all")))
+        thread.start()
+        thread.join(LONG_S)
+    turn.check_outside("wait_all")
+    assert [None] == others

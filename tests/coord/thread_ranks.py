@@ -56,7 +56,7 @@ def save(group: Group, subject: str = "save 1", *, patience: Patience = LONG, fa
             if fault == phase and group.rank == faulty:
                 raise ValueError(f"{phase} went wrong")
 
-    with group.agree(subject, patience=patience) as agreement:
+    with group.agree(subject, patience=patience, is_made_once=True) as agreement:
         work(agreement, "capture")
         agreement.fetch(agreement.share(b"what all ranks have alike"))
         agreement.post("table", b"table %d" % group.rank)

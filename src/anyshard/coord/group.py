@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
@@ -20,6 +21,14 @@ from anyshard.coord.watch import Terms
 
 _KEPT = 2  # operations whose messages stay for ranks that are late
 _GRACE_S = 1.0  # for a rank that others have given up for missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossed:
+    """How an operation ended that ranks took for different things, and for what others than this rank took it."""
+
+    verdict: Verdict
+    subject_of_others: str
 
 
 class Group:
@@ -43,8 +52,7 @@ class Group:
         self._ended: list[tuple[int, tuple[str, ...]]] = []
         self._decided: list[int] = []  # operations whose decisions this coordinator has to delete
         self._committed = 0  # the last operation that was: all ranks came to it
-        # How the last operation ended, if another rank took it for something else: that one is ahead, and has made that call.
-        self._ahead: Verdict | None = None
+        self._ahead: _Crossed | None = None  # the last operation, if ranks took it for different things
 
     @property
     def rank(self) -> int:
@@ -66,17 +74,20 @@ class Group:
         """Whether this process makes the global decisions."""
         return self._members.is_coordinator
 
-    def agree(self, subject: str, *, patience: Patience | None = None) -> Agreement:
+    def agree(self, subject: str, *, patience: Patience | None = None, is_made_once: bool = False) -> Agreement:
         """Begin the operation that all ranks call `subject` (a line for messages, the same on every rank).
 
         Returns without waiting for anybody, but for the roll call before the first operation: `RankMissing` if it fails. Raises
         the failure of the operation if the others have given it up before this rank came; a rank that came too late for the
         first one of the group, and finds the others in another, raises `RankMissing` alone.
+
+        If ranks make a call like this only once (`is_made_once`), and another rank turned out to have made it when this one was
+        in the call before, it has failed already: that is raised at once, and the ranks meet again in the next one.
         """
         patience = patience or Patience()
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.other_subject == subject:
-            raise ahead.error(self.size)
+        if is_made_once and ahead is not None and subject == ahead.subject_of_others:
+            raise ahead.verdict.error(self.size)
         store = self._bound(patience)
         if not self.is_coordinator:
             self._join(store, subject, patience)
@@ -196,8 +207,9 @@ class Group:
         self._ended.append((sequence, keys))
         if self.is_coordinator:
             self._decided.append(sequence)
-        if verdict is not None and verdict.other_subject not in (None, subject):
-            self._ahead = verdict
+        if verdict is not None and verdict.other_subject is not None:
+            others = verdict.other_subject if subject == verdict.subject else verdict.subject
+            self._ahead = _Crossed(verdict, others)
         if verdict is not None and verdict.decision is Decision.COMMIT:
             self._committed = max(self._committed, sequence)
 
