@@ -21,6 +21,7 @@ from anyshard.engine import stage as stage_module
 from anyshard.engine.arena import Arena, ArenaPool
 from anyshard.engine.images import ImageLayout, Images, lay_out_images
 from anyshard.engine.stage import Staging, register_pages
+from anyshard.engine.words import choose_words
 from anyshard.errors import InvalidAppState, TornSnapshot
 from anyshard.planning.pack import plan_save
 from anyshard.records.captured import MemoryFacts
@@ -161,6 +162,18 @@ def test_what_is_lazy_arrives_as_well() -> None:
     staging.finish(go_on)
     assert expected == scene.found()
     assert sum(map(len, expected.values())) == staging.lazy_nbytes
+
+
+def test_the_words_of_a_row_are_within_it() -> None:
+    """Whatever lies behind a tensor may change, also where its last bytes are no whole word or begin a new stretch."""
+    nbytes = np.array([8, 9, 15, 16, 24, MiB - 8, MiB, MiB + 4, MiB + 8, MiB + 16, 2 * MiB, 17 * MiB + 4, 17 * MiB + 8])
+    places = choose_words(nbytes)
+    ends, whole = (places.word + 1) * 8, nbytes // 8 * 8
+    assert (ends <= nbytes[places.row]).all()
+    for row in range(len(nbytes)):
+        own = ends[places.row == row]
+        assert (own.max(), len(own)) == (whole[row], len(set(own.tolist()))), nbytes[row]
+        assert max(np.diff(np.sort(own)), default=0) <= MiB
 
 
 def test_what_cannot_be_lazy_is_copied_at_the_call() -> None:

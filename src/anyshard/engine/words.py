@@ -36,7 +36,8 @@ def choose_words(nbytes: IntColumn) -> WordPlaces:
     The bytes behind the last whole word are in none.
     """
     num_words = nbytes // WORD_NBYTES
-    num = np.minimum(2 + (nbytes - 1) // _STRETCH_NBYTES, num_words)
+    # Those at the start of a stretch end before the last word, so none of them reaches behind the row.
+    num = np.minimum(2 + (num_words - 2) // (_STRETCH_NBYTES // WORD_NBYTES), num_words)
     row = np.repeat(np.arange(len(nbytes)), num)
     order = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
     is_last = order == (num - 1)[row]
