@@ -11,6 +11,9 @@ export OMP_NUM_THREADS := 1
 # Nothing here may ask a model hub for anything.
 export HF_HUB_OFFLINE := 1
 
+# Azure's emulator, for the tests; where there is no npm they are skipped.
+AZURITE := $(VENV)/node/node_modules/.bin/azurite-blob
+
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .PHONY: help setup demo test quick test-all lint format coverage bench clean
@@ -30,19 +33,22 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,demo,object-store,fsspec,dev]'
 	touch $@
+
+$(AZURITE): | $(STAMP)
+	if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix $(VENV)/node azurite@3.35.0; fi
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)
+test: $(STAMP) $(AZURITE)
 	$(PYTEST) -m "not long"
 
 quick: $(STAMP)
 	$(PYTEST) -m "not long and not slow"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(AZURITE)
 	$(PYTEST)
 
 lint: $(STAMP)
@@ -56,7 +62,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix-only .
 
-coverage: $(STAMP)
+coverage: $(STAMP) $(AZURITE)
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(PYTEST_FLAGS) -m "not long"
 	$(BIN)/coverage combine --quiet

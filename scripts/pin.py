@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-EXTRAS = ("torch", "demo", "dev")
+EXTRAS = ("torch", "demo", "object-store", "fsspec", "dev")
 HEADER = "# Exact versions of everything that `make` installs; change them on purpose. Written by scripts/pin.py.\n"
 
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 
 from anyshard.options import ENVIRONMENT
 from anyshard.testing.fixtures import launch, worlds
+from tests.servers import azurite, moto_s3, seaweedfs
 
-__all__ = ["launch", "worlds"]
+__all__ = ["azurite", "launch", "moto_s3", "seaweedfs", "worlds"]
 
 # Two shared cores: the time of one example says nothing, so there is no deadline. CI runs the same examples every time.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)

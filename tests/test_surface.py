@@ -22,8 +22,8 @@ ERRORS = """
     AnyshardError BlobExists BlobNotFound CheckpointDamaged CheckpointExists CheckpointNotFound CheckpointReplaced
     CommitConflict CommitOutcomeUnknown Difference EarlierSaveFailed InvalidAppState InvalidOption InvalidPath
     InvalidRegistration KeyValueStoreLost LimitExceeded LoadInterrupted Mismatch NotACheckpoint OperationFailed RankMissing
-    StateMismatch StillPending StorageDenied StorageError StorageFull StorageStuck StructureChanged TornSnapshot
-    UnsupportedFormat UnsupportedValue
+    StateMismatch StillPending StorageDenied StorageError StorageFull StorageStuck StorageUnavailable StorageUnguarded
+    StructureChanged TornSnapshot UnsupportedFormat UnsupportedValue
 """
 VERBS = "prepare save async_save wait_all load open register_value escape advise_interval job_mtbf_s"
 RECORDS = """

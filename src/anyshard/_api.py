@@ -84,8 +84,8 @@ def async_save(  # noqa: PLR0913 - the public verb; all but two are keywords
 
     All ranks call, as for `save`; the call waits for no other rank, but at the first save of a structure for a common plan (which
     `prepare` can make before). Saves are committed in the order of the calls. At most `max_in_flight` saves of a run (the
-    directory above `place`) are under way; a further call waits for the first of them to end. The end of the process waits for
-    all, up to `exit_timeout_s`; `wait_all` does it explicitly.
+    directory above `place`) are under way, and twice as many of all runs; a further call waits for the first of them to end. The
+    end of the process waits for all, up to `exit_timeout_s`; `wait_all` does it explicitly.
 
     Args:
         place, app_state, step, overwrite, group, options, sinks: as for `save`.

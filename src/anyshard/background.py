@@ -8,11 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, final
 
-from anyshard.errors import EarlierSaveFailed, LimitExceeded, StillPending
+from anyshard.errors import EarlierSaveFailed, LimitExceeded, OperationFailed, StillPending
 from anyshard.pending import Course, PendingSave, check_timeout
 from anyshard.reports import SaveReport
 from anyshard.threads import start_thread
@@ -23,7 +24,11 @@ _POLL_S = 0.05
 _CRASHED_S = 30.0  # how long the end of the process waits after an uncaught exception
 _HANG_UP_S = 1.0
 _MAX_RECENT = 1024  # more than saves that can be under way
+_LOGGED_S = 1.0  # how long the end of the process waits for the log of saves that are over
 _HEARD_S = 10.0  # how long the coordinator's process stays for ranks that have not heard how its last save ended
+_ALL_RUNS = "*"
+_UNKNOWN_RUN = ""  # of a call that failed before it could say
+_RUNS_AT_ONCE = 2  # that may have all their saves under way: or places with directories of their own would know no limit
 
 
 class Task(Protocol):
@@ -34,7 +39,7 @@ class Task(Protocol):
         ...
 
     def close(self, failure: BaseException | None) -> None:
-        """Give back what the save has borrowed; called once, after `run`."""
+        """Give back what the save has borrowed: after `run`, or without it if that is never called. Again is nothing."""
         ...
 
     def find_unheard(self) -> tuple[int, ...]:
@@ -63,12 +68,16 @@ class Job:
 class Saver:
     """Makes jobs one after the other, on a thread that lives while there are any. `is_loud`: log failures as errors.
 
-    `hang_up` ends within so many seconds all talk with other ranks, for good.
+    `hang_up` ends within so many seconds all talk with other ranks, for good. `tell` hears the report of each save that is
+    committed, on the thread that has made it.
     """
 
-    def __init__(self, *, is_loud: bool, hang_up: Callable[[float], None]) -> None:
+    def __init__(
+        self, *, is_loud: bool, hang_up: Callable[[float], None], tell: Callable[[SaveReport], None] = lambda _: None
+    ) -> None:
         self._is_loud = is_loud
         self._hang_up = hang_up
+        self._tell = tell
         self._jobs: deque[Job] = deque()  # those that are not over, the one that is being made first
         self._failed: deque[Job] = deque()  # whose failures nobody has been told of
         self._recent: deque[tuple[int, str]] = deque(maxlen=_MAX_RECENT)  # numbers and runs of the last jobs
@@ -82,6 +91,26 @@ class Saver:
         with self._lock:
             return tuple(self._jobs)
 
+    @property
+    def num_submitted(self) -> int:
+        """How many jobs there were up to now."""
+        return self._recent[-1][0] if self._recent else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way, and all failures were told."""
+        with self._lock:
+            return not self._jobs and not self._failed
+
+    def check_outside(self, what: str) -> None:
+        """Raise `OperationFailed` on the thread that makes the saves: `what` would wait for what it was called from."""
+        if threading.current_thread() is self._thread and (jobs := self.jobs):
+            raise OperationFailed(
+                f"{what}: expected to be called outside of saves, found this thread in the asynchronous save to "
+                f"{jobs[0].pending.url}, from within which it was called (by a sink). Do it on another thread",
+                {},
+            )
+
     def submit(self, job: Job) -> None:
         """Make this job after all that were submitted before; when the interpreter is ending and starts no more threads, now.
 
@@ -91,10 +120,11 @@ class Saver:
         with self._lock:
             if not job.is_taken and job not in self._jobs:
                 if not job.number:
-                    job.number = self._recent[-1][0] + 1 if self._recent else 1
+                    job.number = self.num_submitted + 1
                     self._recent.append((job.number, job.run_path))
+                job.pending.refuse_waits_by(self.check_outside)
                 self._jobs.append(job)
-            has_thread = self._thread is not None and self._thread.ident is not None  # else its start was interrupted
+            has_thread = self._thread is not None and self._thread.is_alive()  # else its start was interrupted
             if not self._jobs or has_thread or self._start(job):
                 return
             self._thread = threading.current_thread()
@@ -113,15 +143,20 @@ class Saver:
             ) from error
 
     def await_room(self, run_path: str, *, limit: int, timeout_s: float) -> int:
-        """Return once less than `limit` saves of a run are under way.
+        """Return once less than `limit` saves of a run are under way, and less than twice as many of all runs.
 
-        The number of the last job that is therefore over on every rank which makes this call, whatever else is over here.
+        The number of the last job that is therefore over on every rank which makes this call, whatever else is over here. All
+        ranks find the same one: they make the same calls in the same order, each of which is one job, so their lists of jobs are
+        alike; each rank makes them in that order, so of a list of which less than n are under way, the n-th from its end and
+        all before it are over; and both waits are made by every rank that comes to this call.
         """
-        deadline = time.monotonic() + timeout_s
-        while len(found := [job for job in self.jobs if job.run_path == run_path]) >= limit:
-            self._await_end(found[0], deadline, timeout_s=timeout_s)
-        numbers = [number for number, path in tuple(self._recent) if path == run_path]
-        return numbers[-limit] if len(numbers) >= limit else 0
+        deadline, limits = time.monotonic() + timeout_s, ((run_path, limit), (_ALL_RUNS, _RUNS_AT_ONCE * limit))
+        for path, most in limits:
+            while len(found := [job for job in self.jobs if _is_of(job.run_path, path)]) >= most:
+                self._await_end(found[0], deadline, timeout_s=timeout_s)
+        recent = tuple(self._recent)
+        lists = [([number for number, found in recent if _is_of(found, path)], most) for path, most in limits]
+        return max(numbers[-most] if len(numbers) >= most else 0 for numbers, most in lists)
 
     def await_idle(self, timeout_s: float) -> None:
         """Return once no save is under way, or after `timeout_s`; at once within a save."""
@@ -135,6 +170,12 @@ class Saver:
         deadline = time.monotonic() + timeout_s
         while self._last is not None and self._last.find_unheard() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+
+    def await_logged(self) -> None:
+        """Give the thread of saves that are all over the time to log how they ended."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread() and not self.jobs:
+            thread.join(_LOGGED_S)
 
     def abandon(self) -> None:
         """Let the interpreter end while saves are under way: from now on their thread calls nothing that would not survive it."""
@@ -151,10 +192,12 @@ class Saver:
         return _join([_find_failure(job) for job in failed if job.pending.take_failure()])
 
     def _await_end(self, job: Job, deadline: float, *, timeout_s: float) -> None:
+        self.check_outside("the wait of async_save for an earlier save")
         if not job.course.wait(None, max(0.0, deadline - time.monotonic())):
             raise StillPending(
                 f"{job.pending.url}: expected this earlier save to end within {timeout_s:g} s, found {job.pending.describe()}. "
-                "At most max_in_flight saves of a run are under way at once: wait for it, or allow more time with timeout_s"
+                "At most max_in_flight saves of a run are under way at once, and twice as many of all: wait for it, or allow "
+                "more time with timeout_s"
             )
 
     # The thread --------------------------------------------------------------------------------------------------------
@@ -165,12 +208,17 @@ class Saver:
             with self._lock:  # before its end is told, so that who waits for that finds room
                 self._jobs.popleft()
                 self._last = job.task
-                if failure is not None:
-                    self._note(job, failure)
+                # Not what says that a failure was raised, or ranks would raise each other's for ever.
+                if failure is not None and not job.is_silent and not isinstance(failure, EarlierSaveFailed):
+                    self._failed.append(job)
+                    job.pending.when_reported(partial(self._forget, job))
             if failure is not None:
                 job.course.fail(failure)
             elif report is not None:
                 job.course.finish(report)
+            # Last, and not under the lock: a handler may be slow, or wait for a lock of its own that a waiter holds, or raise.
+            with suppress(BaseException):
+                self._log(job, report, failure)
 
     def _next(self) -> Job | None:
         with self._lock:
@@ -182,14 +230,12 @@ class Saver:
             self._jobs[0].is_taken = True
             return self._jobs[0]
 
-    def _note(self, job: Job, failure: BaseException) -> None:
-        if job.is_silent:
-            return
-        level = logging.ERROR if self._is_loud else logging.INFO
-        logger.log(level, "%s: the asynchronous save failed: %s", job.pending.url, str(failure))  # itself it holds frames
-        if not isinstance(failure, EarlierSaveFailed):  # or ranks would raise each other's failures for ever
-            self._failed.append(job)
-            job.pending.when_reported(partial(self._forget, job))
+    def _log(self, job: Job, report: SaveReport | None, failure: BaseException | None) -> None:
+        if report is not None:
+            self._tell(report)
+        if failure is not None and not job.is_silent:
+            level = logging.ERROR if self._is_loud else logging.INFO
+            logger.log(level, "%s: the asynchronous save failed: %s", job.pending.url, _show(failure))  # itself it holds frames
 
     def _forget(self, job: Job) -> None:
         with self._lock:
@@ -217,9 +263,22 @@ def _find_failure(job: Job) -> BaseException:
     return job.course.failure
 
 
+def _is_of(run_path: str, wanted: str) -> bool:
+    """Whether a job may be of a run; one of a call that failed before it could say is of any."""
+    return wanted == _ALL_RUNS or run_path in (wanted, _UNKNOWN_RUN)
+
+
+def _show(failure: BaseException) -> str:
+    """The text of an error, which may have none to give."""
+    try:
+        return str(failure)
+    except Exception as error:  # noqa: BLE001 - of the user's class
+        return f"{type(failure).__name__} (its text cannot be had: {type(error).__name__})"
+
+
 def _join(failures: Sequence[BaseException]) -> BaseException | None:
     for other in failures[1:]:
-        failures[0].add_note(f"a further save failed: {other}")
+        failures[0].add_note(f"a further save failed: {_show(other)}")
     return failures[0] if failures else None
 
 
@@ -233,9 +292,10 @@ def finish_at_exit(savers: Sequence[Saver]) -> None:
         for job in (job for saver in savers for job in saver.jobs):
             _finish(job, began_s)
         for failure in (failure for saver in savers for failure in iter(saver.pop_failure, None)):
-            logger.error("the process ends, and no call has raised what an asynchronous save failed with: %s", failure)
+            logger.error("the process ends, and no call has raised what an asynchronous save failed with: %s", _show(failure))
         for saver in savers:
             saver.await_heard()
+            saver.await_logged()
     finally:
         for saver in savers:
             saver.abandon()

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from anyshard.checkpoint import Checkpoint, ReadingMeans, open_checkpoint
+from anyshard.commit.guard import Guards
 from anyshard.coord.group import Group, make_lone_group
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.crew import Patience
@@ -58,6 +60,7 @@ class Checkpointer:
         self._lock = threading.RLock()  # a signal handler may save while this thread has it
         self._logged: deque[str] = deque(maxlen=_MAX_LOGGED)
         self._memberships = Memberships()
+        self._guards = Guards()
         self._waits_at_exit = False
 
     def save(  # noqa: PLR0913 - what the public verb takes
@@ -143,14 +146,14 @@ class Checkpointer:
         membership.raise_earlier(what, timeout_s)
         background = self._find_background(membership)
         with ExitStack() as stack:
-            ranks = stack.enter_context(membership.take_turn(what, timeout_s))
+            ranks = stack.enter_context(membership.take_calls_and_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(SaveOptions, options)
                 rehearsal = Rehearsal(num_steps, step_s, also, chosen)
                 asked = _Asked(place=place, step=None, overwrite=False, options=chosen, sinks=sinks)
                 request = self._request(membership, ranks, asked)
             stack.enter_context(request.operation.events.span("prepare", file=request.operation.store.url))
-            means = PreparingMeans(request.pool, request.taking, background.means)
+            means = PreparingMeans(request.pool, request.taking, background.means, self._guards)
             report = PrepareOperation(request.operation, rehearsal, means).run(app_state)
         self._log_warnings(report, ranks)
         return report
@@ -165,8 +168,9 @@ class Checkpointer:
     def _find_background(self, membership: Membership) -> Background:
         from anyshard.async_saving import Background
 
-        take_turn = membership.take_turn_of_saver
-        return self._memberships.find_background(membership, lambda: Background(membership.group, take_turn))
+        group, take_turn = membership.group, membership.take_turn_of_saver
+        tell = partial(self._log_warnings, group=group)
+        return self._memberships.find_background(membership, lambda: Background(group, take_turn, tell))
 
     def _wait_at_exit(self) -> None:
         if not self._waits_at_exit:
@@ -187,12 +191,15 @@ class Checkpointer:
         from anyshard.snapshot import Taking
 
         options = asked.options
-        operation = self._make_operation(asked.place, ranks, timeout_s=options.timeout_s, sinks=asked.sinks)
+        operation = self._make_operation(asked.place, ranks, options=options, sinks=asked.sinks)
         intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent)
         registry = self._registry.extended(torch_types())
-        taking = Taking(ranks, membership.find_captures(), membership.plans, registry, options.max_blob_nbytes)
+        longest = operation.store.capabilities.max_blob_nbytes
+        max_blob_nbytes = options.max_blob_nbytes if longest is None else min(longest, options.max_blob_nbytes)
+        taking = Taking(ranks, membership.find_captures(), membership.plans, registry, max_blob_nbytes)
         pool = self._pool(options.byte_budget, options.block_nbytes)
-        return SaveRequest(operation if began_s is None else replace(operation, started_s=began_s), intent, taking, pool)
+        operation = operation if began_s is None else replace(operation, started_s=began_s)
+        return SaveRequest(operation, intent, taking, pool, self._guards)
 
     def load(
         self,
@@ -216,7 +223,7 @@ class Checkpointer:
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(LoadOptions, options, **given)
                 check_app_state(app_state)
-                operation = stack.enter_context(self._operating("load", place, group=ranks, timeout_s=timeout_s, sinks=sinks))
+                operation = stack.enter_context(self._operating("load", place, group=ranks, options=chosen, sinks=sinks))
                 means = self._means(chosen, operation.events, self._registry.extended(torch_types()))
             loading = LoadOperation(operation, chosen, means)
             report = _read_again(lambda: loading.run(app_state))
@@ -227,23 +234,25 @@ class Checkpointer:
     def open(self, place: Place, *, options: LoadOptions | None, sinks: Sequence[Sink]) -> Checkpoint:
         """See `anyshard.open`."""
         chosen = _choose(LoadOptions, options)
-        operating = self._operating("open", place, group=make_lone_group(), timeout_s=chosen.timeout_s, sinks=sinks)
-        with operating as operation:
+        with self._operating("open", place, group=make_lone_group(), options=chosen, sinks=sinks) as operation:
             means = self._means(chosen, operation.events, self._registry)
             return _read_again(lambda: open_checkpoint(operation.store, means=means))
 
     @contextmanager
     def _operating(
-        self, kind: str, place: Place, *, group: Group, timeout_s: float, sinks: Sequence[Sink]
+        self, kind: str, place: Place, *, group: Group, options: LoadOptions, sinks: Sequence[Sink]
     ) -> Iterator[Operation]:
-        operation = self._make_operation(place, group, timeout_s=timeout_s, sinks=sinks)
+        operation = self._make_operation(place, group, options=options, sinks=sinks)
         with operation.events.span(kind, file=operation.store.url):
             yield operation
 
-    def _make_operation(self, place: Place, group: Group, *, timeout_s: float, sinks: Sequence[Sink]) -> Operation:
+    def _make_operation(
+        self, place: Place, group: Group, *, options: SaveOptions | LoadOptions, sinks: Sequence[Sink]
+    ) -> Operation:
         rank = group.ranks[group.rank]
         events = Emitter((*self._sinks, *sinks), operation=secrets.token_hex(8), rank=rank)
-        return Operation(TimedStore(open_store(place, events=events), timeout_s), group, events)
+        store = open_store(place, storage_options=options.storage_options, events=events)
+        return Operation(TimedStore(store, options.timeout_s), group, events)
 
     def _means(self, options: LoadOptions, events: Emitter, registry: ValueRegistry) -> ReadingMeans:
         job = ReadJob(options.threads, events, Patience(options.timeout_s))

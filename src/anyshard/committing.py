@@ -55,7 +55,8 @@ class Commit:
         with self.operation.phase(agreement, "commit"):
             manifest = self._make_manifest(common, order_blobs(common, posts, self.begun))
             patience = Patience(self.intent.options.timeout_s)
-            publish(self.operation.store, manifest, decide=agreement.decide, patience=patience, events=self.operation.events)
+            hosts, events = [post.host for post in posts], self.operation.events
+            publish(self.operation.store, manifest, decide=agreement.decide, hosts=hosts, patience=patience, events=events)
         published = Published(common.num_tensors, sum(post.nbytes for post in posts), differing, num_buffers)
         agreement.announce("published", published.encode())
         return published

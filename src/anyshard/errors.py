@@ -184,6 +184,20 @@ class StorageStuck(StorageError, TimeoutError):
     """A store did not answer in time; the message names every call that is still out."""
 
 
+class StorageUnavailable(StorageError, ConnectionError):
+    """A store did not do what it was asked for, though it was asked `attempts` times; it may do so later."""
+
+    attempts: int = 1
+
+    def __init__(self, message: str, *, file: str, attempts: int = 1) -> None:
+        super().__init__(message, file=file)
+        self.attempts = attempts
+
+
+class StorageUnguarded(StorageError):
+    """A store has no create-if-absent that can be relied upon, and what was asked for is not safe without."""
+
+
 class BlobNotFound(StorageError, FileNotFoundError):
     """A store has no blob under this key."""
 
@@ -235,6 +249,14 @@ def _remake(kind: type[AnyshardError], args: tuple[object, ...], state: Mapping[
     super(AnyshardError, error).__init__(*args)  # the built-in's, which takes what it has given
     vars(error).update(state)
     return error
+
+
+def show_error(error: BaseException) -> str:
+    """Class and text of an error; of one whose text cannot be had, since that raises too, the class."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as other:  # noqa: BLE001 - whatever a class of the user's raises
+        return f"{type(error).__name__} (its text cannot be had: {type(other).__name__})"
 
 
 def name_kind(error: BaseException) -> str:

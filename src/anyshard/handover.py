@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
 from anyshard.engine.bell import Bell
+from anyshard.errors import StillPending
 
 T = TypeVar("T")
 
@@ -43,14 +46,21 @@ class Handover(Generic[T]):
             self._error = error
             self._settle()
 
-    def settle(self) -> None:
-        """Return once it was given or has failed."""
+    def settle(self, timeout_s: float = math.inf) -> bool:
+        """Return once it was given or has failed; false if neither came within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         while not self._is_there:
+            if time.monotonic() >= deadline:
+                return False
             self._bell.wait(_POLL_S)
+        return True
 
-    def receive(self, check: Callable[[], None] = _go_on) -> T:
-        """The value, or the error raised; `check` is called while that takes long."""
+    def receive(self, what: str, timeout_s: float, *, check: Callable[[], None] = _go_on) -> T:
+        """The value, or the error raised, or `StillPending` after `timeout_s`; `check` is called while that takes long."""
+        deadline = time.monotonic() + timeout_s
         while not self._is_there:
+            if time.monotonic() >= deadline:
+                raise StillPending(f"expected {what} from another thread within {timeout_s:g} s, found that it did not come")
             check()
             self._bell.wait(_POLL_S)
         if self._error is not None:

@@ -46,8 +46,12 @@ class SaveOptions:
 
     For `async_save`: `staging` is "eager" (all bytes are copied before the call returns) or "lazy" (what only hooked optimizers
     change is copied while training goes on, and their next step waits for it). `max_in_flight` bounds the saves of one run (the
-    directory above `place`) that are not committed yet; each takes an arena of this rank's share. `exit_timeout_s` is how long
-    the end of the process waits for them.
+    directory above `place`) that are not committed yet, and half of those of all runs; each takes an arena of this rank's share.
+    `exit_timeout_s` is how long the end of the process waits for them.
+
+    `require_guarded` refuses to save where the store has no create-if-absent that can be relied upon; else such a save goes by
+    rules that keep out a second one, as far as the listing of the store is up to date, and the report says so.
+    `storage_options` say how to reach the store (endpoint, region, credentials, ...; see docs/storage.md).
     """
 
     byte_budget: int = 64 * MIB
@@ -62,6 +66,8 @@ class SaveOptions:
     staging: Literal["eager", "lazy"] = "eager"
     max_in_flight: int = 1
     exit_timeout_s: float = 600.0
+    require_guarded: bool = False
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes", "max_in_flight")
@@ -70,6 +76,8 @@ class SaveOptions:
         _check(self, "staging", self.staging in ("eager", "lazy"), "'eager' or 'lazy'")
         _check_seconds(self, "overwrite_grace_s", can_be_zero=True)
         _check(self, "user", isinstance(self.user, Mapping), "a mapping")
+        _check(self, "require_guarded", isinstance(self.require_guarded, bool), "True or False")
+        _check(self, "storage_options", isinstance(self.storage_options, Mapping), "a mapping")
         _check(self, "replica_check", self.replica_check in ("sample", "full", "off"), "'sample', 'full' or 'off'")
         _check(self, "on_differing_values", self.on_differing_values in ("warn", "error"), "'warn' or 'error'")
 
@@ -82,6 +90,7 @@ class LoadOptions:
     `exclude` are address globs (`*` stays within a component, `**` does not). `cast` allows another dtype. `verify="first"`
     checks all wanted bytes before the first tensor changes (and reads twice). `timeout_s` is how long it waits for storage that
     does not answer, and for other ranks a little longer (half of it, at most 30 s), so that they can tell what they wait for.
+    `storage_options` say how to reach the store (endpoint, region, credentials, ...; see docs/storage.md).
     """
 
     strict: bool = True
@@ -94,8 +103,10 @@ class LoadOptions:
     block_nbytes: int = 8 * MIB
     threads: int = field(default_factory=default_threads)
     timeout_s: float = TIMEOUT_S
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check(self, "storage_options", isinstance(self.storage_options, Mapping), "a mapping")
         for name in ("strict", "strict_extra_state", "cast"):
             _check(self, name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("only", "exclude"):

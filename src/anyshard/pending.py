@@ -101,7 +101,7 @@ class Stall:
         """Note that the call returns."""
         self._call_s = time.perf_counter() - self.began_s
 
-    def hold_step(self, wait: Callable[[], None]) -> None:
+    def hold_step(self, wait: Callable[[], object]) -> None:
         """Have a step wait."""
         began_s = time.perf_counter()
         self._waits.append(began_s)
@@ -126,6 +126,10 @@ def _do_nothing() -> None:
     return
 
 
+def _allow(what: str) -> None:
+    del what
+
+
 @final
 @dataclass(eq=False, slots=True)
 class PendingSave:
@@ -133,7 +137,7 @@ class PendingSave:
 
     Three moments can be waited for, each by a method that returns once it has come, raises what the save failed with, or
     `StillPending` after `timeout_s` (None: as long as it takes; the save itself has its own timeouts). A failure that no wait has
-    raised is raised by the next save of the same ranks.
+    raised is raised by a later save of the same ranks (see docs/async.md).
     """
 
     url: str
@@ -144,6 +148,7 @@ class PendingSave:
     _ask: Callable[[], tuple[RankStatus, ...]] = field(default=_say_nothing, repr=False)
     _is_reported: bool = field(default=False, repr=False)
     _forget: Callable[[], None] = field(default=_do_nothing, repr=False)
+    _check_outside: Callable[[str], None] = field(default=_allow, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
 
     def staged(self, timeout_s: float | None = None) -> None:
@@ -189,6 +194,10 @@ class PendingSave:
         """Let `forget` be called when a wait raises the failure, which holds the frames of those who were told."""
         self._forget = forget
 
+    def refuse_waits_by(self, check_outside: Callable[[str], None]) -> None:
+        """Let `check_outside` raise where a wait that takes long would be one of the save for itself."""
+        self._check_outside = check_outside
+
     def describe(self) -> str:
         """How far the slowest rank is, in words."""
         statuses = self._ask()
@@ -206,7 +215,10 @@ class PendingSave:
     def _await(self, moment: Moment, timeout_s: float | None) -> None:
         self._check_process()
         check_timeout(timeout_s)
-        has_come = self._course.wait(moment, timeout_s)
+        has_come = self._course.wait(moment, 0)
+        if not has_come:
+            self._check_outside(f"the wait for the save to {self.url}")
+            has_come = self._course.wait(moment, timeout_s)
         failure = self._course.failure
         if failure is not None and not self._course.has_reached(moment):
             self._is_reported = True

@@ -21,6 +21,7 @@ import numpy as np
 from anyshard.adapters.ownership import find_obstacle, find_optimizers
 from anyshard.adapters.stability import Eligibility, find_eligible
 from anyshard.agreed_plan import AgreedPlan
+from anyshard.commit.guard import Guards
 from anyshard.commit.probe import survey_ground
 from anyshard.comparison import Comparison, Held, Reading, Strictness, hold
 from anyshard.coord.agreement import Agreement
@@ -50,11 +51,12 @@ _UNSTABLE = (
 
 @dataclass(frozen=True, slots=True)
 class PreparingMeans:
-    """What a rehearsal needs besides a store and a group: blocks, the rank's way to take app states apart, and arenas."""
+    """What a rehearsal needs besides a store and a group: blocks, the rank's way to take app states apart, arenas, guards."""
 
     pool: BlockPool
     taking: Taking
     staging: StagingMeans
+    guards: Guards
 
 
 class _Values(Message, frozen=True):
@@ -188,8 +190,10 @@ class PrepareOperation:
         with self._phase(agreement, "begin"):
             is_step = find_step(self._store, None) is not None
             ground = survey_ground(self._store, sections=plan.common.sections, is_step=is_step)
+            required, events = self._options.require_guarded, self._operation.events
+            store = self._means.guards.settle(self._store, required=required, is_step=is_step, events=events)
             values_nbytes = sum(map(len, pieces.values.values()))
-            self._outlook = look_ahead(self._store, ground, plan.common, values_nbytes=values_nbytes, rehearsal=self._rehearsal)
+            self._outlook = look_ahead(store, ground, plan.common, values_nbytes=values_nbytes, rehearsal=self._rehearsal)
             replica_check = self._options.replica_check  # of all ranks, as for a save
             begun = Begin(plan.id, scene.candidate.is_first, ground.generation, "", replica_check)
             trial.begin(ground)

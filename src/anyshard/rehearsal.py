@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anyshard.agreed_plan import GlobalPlan
+from anyshard.commit.guard import UNGUARDED
 from anyshard.commit.probe import Ground
 from anyshard.errors import InvalidOption, StorageFull
 from anyshard.options import SaveOptions
@@ -97,7 +98,7 @@ def look_ahead(store: Store, ground: Ground, plan: GlobalPlan, *, values_nbytes:
     warnings = [*ground.warnings]
     warnings += [f"also: layout {one.layout}: {glob!r} matches no tensor" for one in placed for glob in one.unmatched]
     if not store.capabilities.guarded:
-        warnings.append(f"{store.url} cannot refuse to replace a key: of two saves to one place at a time one may be lost")
+        warnings.append(UNGUARDED)
     nbytes, num_steps = estimate_nbytes(plan) + values_nbytes, rehearsal.num_steps
     try:
         check_space(store, num_steps * nbytes)

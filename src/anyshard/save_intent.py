@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 
@@ -57,4 +58,5 @@ def check_space(store: Store, nbytes: int) -> None:
             f"{store.url}: expected room for {expected} bytes ({nbytes} of data, the rest for records), found {free} free; "
             "nothing was written. Free some space, delete old steps, or save elsewhere",
             file=store.url,
+            errno=errno.ENOSPC,
         )

@@ -11,13 +11,15 @@ begun. A failure on any rank is one on all of them, and each removes what it wro
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from anyshard.commit.attempt import Attempt, abandoning, begin, own_error
 from anyshard.commit.deletion import remove_superseded
+from anyshard.commit.guard import UNGUARDED, Guards
 from anyshard.commit.stamp import writer_name
 from anyshard.committing import Commit
 from anyshard.comparison import Comparison, Reading, Strictness
@@ -45,12 +47,13 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """One call: the operation, what is asked for, how the app state is taken apart, and the engine's blocks."""
+    """One call: the operation, what is asked for, how the app state is taken apart, the engine's blocks, what stores can do."""
 
     operation: Operation
     intent: SaveIntent
     taking: Taking
     pool: BlockPool
+    guards: Guards
 
 
 class SaveOperation:
@@ -65,6 +68,7 @@ class SaveOperation:
         self._store = request.operation.store
         self._intent = request.intent
         self._pool = request.pool
+        self._guards = request.guards
         self._plans = request.taking.plans
         self._progress = progress
         self._agreement: Agreement | None = None
@@ -115,7 +119,7 @@ class SaveOperation:
         blobs = self._write(agreement, snapshot, pieces, begun)
         with self._operation.phase(agreement, "digest"):
             held = snapshot.hold(Reading(agreement.hear_id(), strictness, partial(self._look, agreement)))
-            durable = Durable(list_entries(blobs), pieces.nbytes, *comparison.digest(held))
+            durable = Durable(list_entries(blobs), pieces.nbytes, *comparison.digest(held), socket.gethostname())
         agreement.post("durable", durable.encode())
         self._tell(agreement)  # that it is done, for now it waits for the others
         commit = Commit(self._operation, self._intent, begun, pieces, snapshot.facts, comparison, held)
@@ -133,6 +137,7 @@ class SaveOperation:
             pieces = snapshot.take(plan, self._look_rarely(agreement))
         assert plan.common is not None
         with self._operation.phase(agreement, "begin"):
+            self._settle_guard()
             check_space(self._store, estimate_nbytes(plan.common) + sum(map(len, pieces.values.values())))
             self._attempt = begin(
                 self._store, sections=plan.common.sections, overwrite=self._intent.overwrite, events=self._operation.events
@@ -141,6 +146,12 @@ class SaveOperation:
         begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check)
         agreement.announce("begin", begun.encode())
         return pieces, begun
+
+    def _settle_guard(self) -> None:
+        """On the coordinator, which alone creates records: from here on the store says whether it is guarded."""
+        required, events = self._intent.options.require_guarded, self._operation.events
+        self._store = self._guards.settle(self._operation.store, required=required, events=events)
+        self._operation = replace(self._operation, store=self._store)
 
     def _follow(self, agreement: Agreement, snapshot: Snapshot, planning: PlanAgreement) -> tuple[Pieces, Begin]:
         """On all other ranks: as the coordinator begins."""
@@ -214,14 +225,17 @@ class SaveOperation:
             plan_was_cached=plan_was_cached,
             differing_values=published.differing_values,
             num_differing_buffers=published.num_differing_buffers,
-            warnings=(*commit.facts.warnings, *_describe_differences(published), *self._remove_superseded()),
+            warnings=(*commit.facts.warnings, *_describe_differences(published), *self._tidy_up()),
             stall_s=duration_s,
         )
 
-    def _remove_superseded(self) -> tuple[str, ...]:
+    def _tidy_up(self) -> tuple[str, ...]:
+        """On the coordinator: remove what was superseded; what there is to warn of."""
         # The checkpoint exists by now: what goes wrong in tidying up must not look like a failed save.
         if not self._group.is_coordinator:
             return ()
+        if not self._store.capabilities.guarded:  # where nothing is ever replaced
+            return (UNGUARDED,)
         try:
             remove_superseded(self._store, self._intent.options.overwrite_grace_s, events=self._operation.events)
         except AnyshardError as error:

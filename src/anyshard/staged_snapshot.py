@@ -32,6 +32,7 @@ from anyshard.engine.stage import Staging, refuse_capture
 from anyshard.engine.write import WriteJob, write_images
 from anyshard.errors import InvalidOption
 from anyshard.handover import Handover
+from anyshard.operation import patience_with_ranks
 from anyshard.options import SaveOptions
 from anyshard.pending import Course, Moment, Stall
 from anyshard.plan_agreement import Candidate
@@ -44,6 +45,7 @@ from anyshard.storage.protocol import Store
 from anyshard.threads import start_thread
 
 _KEPT_LAYOUTS = 4  # as many as plans
+_WAITS, _MIN_WAIT_S = 4, 60.0  # threads wait for each other as long as for other ranks so often, but not less than this
 _FIRST = "the first save of a structure is compared in full"
 
 
@@ -110,6 +112,7 @@ class StagedSnapshot:
         self._copied: Handover[Held] = Handover()
         self._hold_rest: Callable[[], Held] | None = None
         self._has_copier = False
+        self._wait_s = max(_MIN_WAIT_S, _WAITS * patience_with_ranks(call.options.timeout_s).timeout_s)
         self._caller = threading.get_ident()
         self.report = StagingReport(0, 0, 0)
 
@@ -153,7 +156,7 @@ class StagedSnapshot:
                 raise self._course.failure
             return
         assert self._candidate is not None
-        plan = self._candidate.plan or self._plan.receive()
+        plan = self._candidate.plan or self._plan.receive("the plan", self._wait_s)
         pieces = self._stage(plan, is_first=self._candidate.is_first)
         self._call = self._captured = None
         self._taken.give(pieces)
@@ -183,7 +186,8 @@ class StagedSnapshot:
             staging.begin()
             self._stage_rest(staging, eligibility, plan, is_first=is_first)
         except BaseException:
-            staging.drop()
+            if not self._has_copier:  # else it is the copier's now, whose end `close` awaits
+                staging.drop()
             raise
         return pieces
 
@@ -229,21 +233,26 @@ class StagedSnapshot:
             raise self._end
 
     def _start_copier(self, staging: Staging, guard: StepGuard) -> None:
-        guard.open()
-        self._has_copier = True
-        copier = partial(self._copy, staging, guard)
+        ticket = [None]  # who draws it decides, for an interrupt of the start does not tell whether the thread has begun
+        copier = partial(self._copy, staging, guard, ticket)
         try:
-            is_started = start_thread(threading.Thread(target=copier, name="anyshard-copy", daemon=True))
-        except RuntimeError:  # the system has no thread to give
-            is_started = False
+            self._has_copier = True
+            guard.open()
+            try:
+                is_started = start_thread(threading.Thread(target=copier, name="anyshard-copy", daemon=True))
+            except RuntimeError:  # the system has no thread to give
+                is_started = False
+            if not is_started:
+                copier()
         except BaseException:
-            self._has_copier = False
-            guard.close()
+            if _draw(ticket):
+                self._has_copier = False
+                guard.close()
             raise
-        if not is_started:
-            copier()
 
-    def _copy(self, staging: Staging, guard: StepGuard) -> None:
+    def _copy(self, staging: Staging, guard: StepGuard, ticket: list[None]) -> None:
+        if not _draw(ticket):
+            return  # the call was interrupted before this began
         try:
             self._finish(staging)
         except BaseException as error:  # noqa: BLE001 - the border of the thread: raised again by the saver's
@@ -294,11 +303,11 @@ class StagedSnapshot:
         self._plan.give(plan)
         if threading.get_ident() == self._caller and not self._taken.is_there:
             self.stage()
-        return self._taken.receive(check)
+        return self._taken.receive("the snapshot", self._wait_s, check=check)
 
     def write(self, store: Store, pieces: Pieces, *, job: WriteJob, pool: BlockPool) -> tuple[BlobEntry, ...]:
         """As `Snapshot`, once all is copied."""
-        self._copied.receive(job.check)
+        self._copied.receive("the copy of the snapshot", self._wait_s, check=job.check)
         assert self._images is not None
         blobs = write_images(store, pieces.plan.local.plan, images=self._images, job=job, pool=pool)
         self._give_back()
@@ -312,18 +321,25 @@ class StagedSnapshot:
                 f"replica_check: expected the same on all ranks, found {self._options.replica_check!r} here, unlike on the "
                 "coordinator; an asynchronous save compares what it read at the call"
             )
-        return self._copied.receive()
+        return self._copied.receive("the copy of the snapshot", self._wait_s)
 
     def close(self, failure: BaseException | None) -> None:
-        """Give back what is lent, once nobody uses it any more; a training thread that waits for a plan gets the failure."""
+        """Give back what is lent, once nobody uses it any more; a training thread that waits for a plan gets the failure.
+
+        If a thread does not let go of it in time, the arena is left to it for good.
+        """
         if failure is not None:
             self._end = failure
             self._plan.fail(failure)
-            if threading.get_ident() == self._caller:
+            if threading.get_ident() == self._caller or self._error is not None:  # it will take nothing any more
                 self._taken.fail(failure)
-        self._taken.settle()
+        is_free = self._taken.settle(self._wait_s)
         if self._has_copier:
-            self._copied.settle()
+            is_free = self._copied.settle(self._wait_s) and is_free
+        if not is_free and self._images is not None:
+            self._images.arena.abandon()
+        if failure is not None:
+            self._copied.fail(failure)  # steps of optimizers may still wait for it
         self._give_back()
         self._error = self._end = None
         for handover in (self._plan, self._taken, self._copied):
@@ -333,6 +349,15 @@ class StagedSnapshot:
         if self._images is not None:
             self._means.arenas.give_back(self._images.arena)
             self._images = None
+
+
+def _draw(ticket: list[None]) -> bool:
+    """Whether this thread is the first one to draw."""
+    try:
+        ticket.pop()
+    except IndexError:
+        return False
+    return True
 
 
 def _read_rest(held: Held, captured: Captured, plan: AgreedPlan, reading: Reading) -> Held:

@@ -93,7 +93,7 @@ def test_space_that_is_missing_is_the_space_that_was_compared(monkeypatch: pytes
     monkeypatch.setattr(store, "free_nbytes", lambda: 1 << 20)
     with pytest.raises(anyshard.StorageFull) as caught:
         anyshard.save(store, {"a": {"w": torch.ones(100)}})
-    expected, nbytes, free = map(int, re.findall(r"[0-9]+", str(caught.value)))
+    expected, nbytes, free = map(int, re.findall(r"[0-9]+", caught.value.strerror or ""))
     assert (1 << 20, (1 << 20) + nbytes) == (free, expected)
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 import anyshard
+from anyshard.background import Saver
+from anyshard.coord.turn import Turn
 from anyshard.errors import StorageError
 from anyshard.storage.local import LocalStore
 from anyshard.storage.protocol import Store
@@ -114,6 +118,68 @@ def fail_without_waiting(place: str, failing: int) -> list[object]:
         outcomes.append(None if isinstance(call, anyshard.PendingSave) else call)
         dist.all_reduce(steps)
     return [*outcomes, tell(lambda: anyshard.wait_all(WAIT_S))]
+
+
+def fail_in_places(places: Sequence[str], failing: int, limit: int) -> list[object]:
+    """What calls raise that save to each of the places, and the storage of one rank fails at the second; nobody waits for it."""
+    state, options = make_state("async_places"), anyshard.SaveOptions(max_in_flight=limit)
+    outcomes: list[object] = []
+    for number, place in enumerate(places):
+        store: Store = LocalStore(place)
+        if dist.get_rank() == failing and number == 1:
+            store = FaultStore(store, [Rule(Verb.WRITE_AT, "*", fail(StorageError("the disk is gone", file="x")))])
+        call = tell(partial(anyshard.async_save, store, state, step=number, options=options))
+        outcomes.append(None if isinstance(call, anyshard.PendingSave) else call)
+        dist.barrier()
+    return [*outcomes, tell(lambda: anyshard.wait_all(WAIT_S))]
+
+
+def leave_out(place: str, absent: int, num: int, is_blocking: bool) -> list[bool]:
+    """Eleven saves, of which one rank leaves out the third and so many; which of its own calls succeeded on this rank."""
+    state, outcomes = make_state("async_left_out"), list[bool]()
+    for step in range(1, 12):
+        if dist.get_rank() == absent and 3 <= step < 3 + num:
+            continue
+        outcome = tell(partial(_save, f"{place}/step_{step}", state, is_blocking))
+        outcomes.append(isinstance(outcome, anyshard.SaveReport))
+    return outcomes
+
+
+def _save(place: str, state: dict[str, Any], is_blocking: bool) -> anyshard.SaveReport:
+    return anyshard.save(place, state) if is_blocking else anyshard.async_save(place, state).committed(WAIT_S)
+
+
+def break_a_call(place: str, broken: int, how: str) -> list[object]:
+    """The third call of one rank ends before it has begun anything; all ranks go on."""
+    state, options = make_state("async_broken"), anyshard.SaveOptions(timeout_s=5)
+    outcomes: list[object] = []
+    for step in range(1, 5):
+        with _breaking(how) if (step, dist.get_rank()) == (3, broken) else nullcontext():
+            outcomes.append(tell(partial(_save_patiently, f"{place}/step_{step}", state, options)))
+    return outcomes
+
+
+@contextmanager
+def _breaking(how: str) -> Iterator[None]:
+    """Let a call meet Ctrl-C while it waits for room, or find another thread in a call."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    def refuse(*_: object) -> None:
+        raise anyshard.OperationFailed("expected the turn", {})
+
+    verb, act = ("await_room", interrupt) if how == "interrupt" else ("take", refuse)
+    with patch.object(Saver if how == "interrupt" else Turn, verb, act):
+        yield
+
+
+def _save_patiently(place: str, state: dict[str, Any], options: anyshard.SaveOptions) -> int | str | None:
+    try:
+        pending = anyshard.async_save(place, state, options=options)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return pending.committed(WAIT_S).step
 
 
 def mix(place: str) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import anyshard
+from anyshard import _api
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers import FaultStore, Rule, Verb, do_before, fail
@@ -169,3 +171,52 @@ def test_a_failure_that_nobody_has_heard_of_holds_no_tensors() -> None:
     assert (0, True) == (count_alive(watched), pending.is_done)
     with pytest.raises(anyshard.StorageDenied):
         anyshard.wait_all(SOON_S)
+
+
+def test_arenas_of_groups_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that follow each other in one process keep one arena in all, but for saves under way and failures untold."""
+    pools = []
+    for number in range(8):
+        token = object()
+        monkeypatch.setattr("anyshard.coord.torch_dist.job_token", lambda token=token: token)
+        save(number, make_small("a"))
+        pools.append(scenes.background().means.arenas)
+    assert [0] * 7 == [pool.nbytes for pool in pools[:-1]]
+    assert pools[-1].nbytes > 0
+    assert 1 + 4 == len(_api._checkpointer(os.getpid())._memberships.savers)
+
+
+def test_a_group_that_is_gone_ends_its_saves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of an earlier job is waited for by `wait_all`, and its arena is freed by the first call after that."""
+    place = gated("memory:a/step_1")
+    anyshard.async_save(place.store, make_small("a"))
+    pool = scenes.background().means.arenas
+    place.await_arrival()
+    token = object()
+    monkeypatch.setattr("anyshard.coord.torch_dist.job_token", lambda: token)
+    save(2, make_small("b"))
+    assert pool.nbytes > 0
+    place.gate.set()
+    anyshard.wait_all(SOON_S)
+    save(3, make_small("b"))
+    assert (0, contents(place.place)) == (pool.nbytes, saved_now(make_small("a")))
+
+
+def test_a_rehearsal_waits_for_the_call_of_another_thread() -> None:
+    """They use the same arenas and caches, so one of them has its turn after the other, up to a time."""
+    save(1, make_small("a"))
+    calls, is_held, gate = scenes.background().calls, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with calls.take("the call of async_save to b", SOON_S):
+            is_held.set()
+            gate.wait(SOON_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(SOON_S)
+    with pytest.raises(anyshard.OperationFailed, match="another thread still in the call of async_save to b"):
+        anyshard.prepare(MemoryStore(url="memory:a"), make_small("a"), options=anyshard.SaveOptions(timeout_s=0.1))
+    gate.set()
+    thread.join(SOON_S)
+    assert "memory:a" == anyshard.prepare(MemoryStore(url="memory:a"), make_small("a")).url

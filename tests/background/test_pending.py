@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ import torch
 
 import anyshard
 from anyshard.storage.memory import MemoryStore
-from anyshard.storage.wrappers import Verb
+from anyshard.storage.wrappers import FaultStore, Rule, Verb, fail
 from tests.background import scenes
 from tests.background.scenes import SOON_S, contents, gated, is_there, make_small, saved_now
+
+DENIED = anyshard.StorageDenied("may not", file="data/model", errno=errno.EACCES)
 
 
 @pytest.fixture(autouse=True)
@@ -201,3 +204,59 @@ def test_an_argument_that_cannot_be() -> None:
         anyshard.async_save("gopher://x/y", make_small("a"))
     store = MemoryStore(url="memory:a/step_1")
     assert 1 == anyshard.async_save(store, make_small("a")).committed(SOON_S).step
+
+
+@pytest.mark.parametrize("verb", ["wait_all", "committed", "async_save"])
+def test_a_wait_of_a_save_for_itself_is_refused(verb: str) -> None:
+    """A sink, which is called by the thread that saves, gets the error of nested calls at once; the save is whole."""
+    begun, errors, store = list[anyshard.PendingSave](), list[str](), MemoryStore(url="memory:a/step_1")
+    other, options = MemoryStore(url="memory:a/step_2"), anyshard.SaveOptions(timeout_s=SOON_S)
+    waits = {
+        "wait_all": lambda: anyshard.wait_all(SOON_S),
+        "committed": lambda: begun[0].committed(SOON_S),
+        "async_save": lambda: anyshard.async_save(other, make_small("b"), options=options),
+    }
+
+    class Waiting:
+        def emit(self, event: anyshard.Event) -> None:
+            if event.name == "save.publish.begin":
+                assert has_begun.wait(SOON_S)
+                try:
+                    waits[verb]()
+                except anyshard.OperationFailed as error:
+                    errors.append(str(error))
+
+    has_begun = threading.Event()
+    anyshard.save(MemoryStore(url="memory:a/step_0"), make_small("0"))  # leaves the plan
+    begun.append(anyshard.async_save(store, make_small("a"), sinks=[Waiting()]))
+    has_begun.set()
+    begun[0].committed(SOON_S)
+    assert contents(store) == saved_now(make_small("a"))
+    assert [True] == ["in the asynchronous save to memory:a/step_1, from within which" in error for error in errors]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_failure_of_a_rank_alone_is_raised_by_the_next_call(limit: int) -> None:
+    """However many may be under way, and wherever they go."""
+    options = anyshard.SaveOptions(max_in_flight=limit)
+    anyshard.save(MemoryStore(url="memory:a/0/step"), make_small("0"))
+    failing = FaultStore(MemoryStore(url="memory:a/1/step"), [Rule(Verb.FINISH, "*", fail(DENIED))])
+    anyshard.async_save(failing, make_small("a"), options=options)
+    scenes.background().saver.await_idle(SOON_S)
+    with pytest.raises(anyshard.StorageDenied):
+        anyshard.async_save(MemoryStore(url="memory:a/2/step"), make_small("b"), options=options)
+    anyshard.async_save(MemoryStore(url="memory:a/3/step"), make_small("b"), options=options).committed(SOON_S)
+
+
+def test_saves_in_directories_of_their_own_have_a_bound_too() -> None:
+    """Twice as many as of one run: the next call waits until the first of them has ended."""
+    places = [gated(f"memory:{number}/step") for number in range(3)]
+    anyshard.save(MemoryStore(url="memory:c/step_1"), make_small("c"))  # leaves the plan
+    for place in places[:2]:
+        anyshard.async_save(place.store, make_small("x"))
+    with pytest.raises(anyshard.StillPending, match="memory:0/step: expected this earlier save to end"):
+        anyshard.async_save(places[2].store, make_small("x"), options=anyshard.SaveOptions(timeout_s=0.1))
+    for place in places:
+        place.gate.set()
+    anyshard.wait_all(SOON_S)
+    assert [True, True, False] == [is_there(place.place) for place in places]

@@ -82,6 +82,33 @@ def test_a_failure_in_a_ring(worlds: Worlds, tmp_path: Path) -> None:
     assert set(range(1, 9)) - {2} - refused == {int(path.parent.name[5:]) for path in tmp_path.glob("step_*/manifest*")}
 
 
+@pytest.mark.parametrize(("place", "limit", "raised"), [("{0}/run/step", 1, 3), ("run/step_{0}", 1, 2), ("run/step_{0}", 3, 4)])
+def test_a_failure_is_raised_by_the_same_call(worlds: Worlds, tmp_path: Path, place: str, limit: int, raised: int) -> None:
+    """Places of one run or in directories of their own: all ranks raise it at the same call, at which they wait for that save."""
+    places = [str(tmp_path / place.format(number)) for number in range(7)]
+    found = worlds(2).run(rank_cases.fail_in_places, places, 1, limit)
+    failed = ["StorageError", {1: ["write", "StorageError"]}]
+    assert [[failed if number == raised else None for number in range(8)]] * 2 == found
+    assert set(range(7)) - {1, raised} == {number for number, path in enumerate(places) if list(Path(path).glob("manifest*"))}
+
+
+@pytest.mark.parametrize("is_blocking", [True, False])
+@pytest.mark.parametrize(("absent", "num"), [(1, 1), (0, 2), (1, 2), (1, 3)])
+def test_saves_that_a_rank_leaves_out(worlds: Worlds, tmp_path: Path, absent: int, num: int, is_blocking: bool) -> None:
+    """Ranks of which one has left out some saves meet again after as many more, and save."""
+    found = worlds(2).run(rank_cases.leave_out, str(tmp_path), absent, num, is_blocking)
+    good = [True] * 2, [True] * (9 - 2 * num)
+    assert [*good[0], *[False] * num, *good[1]] == found[absent]
+    assert [*good[0], *[False] * 2 * num, *good[1]] == found[1 - absent]
+
+
+@pytest.mark.parametrize(("how", "own"), [("interrupt", "interrupted"), ("turn", ["OperationFailed", {}])])
+def test_a_call_that_ends_before_it_begins(worlds: Worlds, tmp_path: Path, how: str, own: object) -> None:
+    """Ctrl-C while it waits, or another thread's long call: it is one operation all the same, which fails on all at once."""
+    found = worlds(2).run(rank_cases.break_a_call, str(tmp_path), 1, how)
+    assert [[1, 2, ["OperationFailed", {1: ["call", "OperationFailed"]}], 4], [1, 2, own, 4]] == found
+
+
 # --------------------------------------------------------------------------------------------------- dead and frozen ranks
 
 # Who dies where, and the phase in which the others miss it.

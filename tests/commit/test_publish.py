@@ -122,8 +122,8 @@ def test_a_file_that_vanished_before_the_commit_stops_it(which: str) -> None:
     assert manifest.index is not None
     name = manifest.blobs[0].name if which == "blob" else manifest.index.name
     store.delete([name])
-    with pytest.raises(BlobNotFound, match=f"nothing was committed.*{name}"):
-        publish(store, manifest)
+    with pytest.raises(BlobNotFound, match=f"nothing was committed.*10 s after all ranks were done.*{name}"):
+        publish(store, manifest, patience=make_patience(Clock()))
     assert "manifest-1.json" not in store.snapshot()
 
 

@@ -282,6 +282,37 @@ def test_a_call_that_one_rank_leaves_out_is_caught_up_with(connect: Connect, beh
     assert ["failed", SAVED, SAVED] == found[behind]
 
 
+@pytest.mark.parametrize(("behind", "num"), [(0, 2), (1, 2), (1, 3), (0, 7)])
+def test_calls_that_one_rank_leaves_out_in_a_row(behind: int, num: int) -> None:
+    """Ranks of which one left out n calls meet again after n more that fail, and keep nothing of that."""
+    groups = make_groups(3, MemoryKeyValueStore().clone)
+    steps = range(2, 3 + 2 * num)
+    found = run_group(
+        groups, lambda group: [_tell(group, f"save {step}") for step in steps if step > 1 + num or group.rank != behind]
+    )
+    assert [["failed"] * (2 * num) + [SAVED]] * 2 == [outcomes for rank, outcomes in enumerate(found) if rank != behind]
+    assert ["failed"] * num + [SAVED] == found[behind]
+    assert [[]] * 3 == [list(group._crossed) for group in groups]
+
+
+def test_calls_that_are_tried_again_after_one_was_left_out() -> None:
+    """A rank that tries a call again after the other one has tried it twice passes over it twice, and they meet after that."""
+    groups = make_groups(2, MemoryKeyValueStore().clone)
+    steps = {0: (2, 2, 3, 3, 4), 1: (3, 3, 4)}
+    found = run_group(groups, lambda group: [_tell(group, f"save {step}") for step in steps[group.rank]])
+    saved = b"table 0 planned; table 1 planned"
+    assert [["failed"] * 4 + [saved], ["failed"] * 2 + [saved]] == found
+
+
+def test_what_is_kept_of_calls_left_out_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that never make the same call fail each time, in time, and remember the last such calls only."""
+    monkeypatch.setattr("anyshard.coord.group._MAX_CROSSED", 3)
+    groups = make_groups(2, MemoryKeyValueStore().clone)
+    found = run_group(groups, lambda group: [_tell(group, f"save {step} of rank {group.rank}") for step in range(6)])
+    assert [["failed"] * 6] * 2 == found
+    assert [3, 3] == [len(group._crossed) for group in groups]
+
+
 def _tell(group: Group, subject: str) -> Any:
     try:
         return save(group, subject)

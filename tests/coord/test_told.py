@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,8 +103,8 @@ def test_a_failure_is_acknowledged_too(connect: Connect) -> None:
     groups, kept = make_groups(2, connect), Kept()
 
     def act(group: Group) -> None:
-        with group.agree("save 1", patience=LONG) as agreement:
-            kept[group.rank] = agreement
+        begun = partial(kept.__setitem__, group.rank)  # for the failure may be there before this rank comes
+        with group.agree("save 1", patience=LONG, begun=begun) as agreement:
             if group.is_coordinator:
                 agreement.fail("write", OSError("disk"))
             agreement.hear("plan")

@@ -44,6 +44,7 @@ def test_a_signal_handler_is_refused_at_once() -> None:
 def test_another_thread_waits_for_its_turn_up_to_a_time() -> None:
     """What holds the turn longer than that is named; once it has returned, an error or not, the next call has its turn."""
     turn, is_held, is_over = Turn(), threading.Event(), threading.Event()
+    assert turn.is_free
 
     def hold() -> None:
         with pytest.raises(ValueError, match="the body's"), turn.take("the save to a", LONG_S):
@@ -54,6 +55,7 @@ def test_another_thread_waits_for_its_turn_up_to_a_time() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert is_held.wait(LONG_S)
+    assert not turn.is_free
     with pytest.raises(OperationFailed, match=r"the load of b: .* within 0\.05 s, found another thread still in the save to a"):
         turn.take("the load of b", 0.05).__enter__()
     is_over.set()

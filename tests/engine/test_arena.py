@@ -281,3 +281,15 @@ def test_threads_never_share_an_arena() -> None:
     with ThreadPoolExecutor(8) as threads:
         assert [True] * 8 == list(threads.map(use, range(8)))
     assert 8 * 4096 >= pool.nbytes
+
+
+def test_a_limit_on_the_length_of_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -f` holds for the memory file too, where it is the one that counts: the error says what to do."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EFBIG, "File too large")
+
+    arena = ArenaPool().take(4096)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(LimitExceeded, match="ulimit -f"):
+        arena.write(0, memoryview(b"12345678"))

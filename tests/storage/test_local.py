@@ -154,6 +154,14 @@ def test_dangling_root_is_an_invalid_path(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
+def test_site_of_a_root_that_cannot_be_found(tmp_path: Path) -> None:
+    """Its error is one of ours; a root that is not there yet is on the filesystem of what is above it."""
+    (tmp_path / "root").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BlobNotFound, match="find the filesystem"):
+        _ = LocalStore(tmp_path / "root").site
+    assert LocalStore(tmp_path).site == LocalStore(tmp_path / "run" / "step_1").site
+
+
 def test_relative_root_is_fixed_when_the_store_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later change of directory does not move the store."""
     monkeypatch.chdir(tmp_path)

@@ -38,6 +38,7 @@ def use_every_verb(store: WrapperStore) -> None:
     """One call of each verb, on a store that is empty."""
     store.prepare(("data/",))
     store.create("a", b"12345", token="t")
+    store.put("c", b"1234", token="t")
     write_blob(store, "data/b", b"123456")
     store.read("a", max_nbytes=5)
     read_range(store, "data/b", 0, 6)
@@ -58,7 +59,7 @@ def test_wrapper_sees_every_verb() -> None:
     use_every_verb(Seeing(MemoryStore()))
     assert sorted(Verb) == sorted(call.verb for call in calls)
     moved = {call.verb: (call.key, call.nbytes) for call in calls if call.nbytes}
-    assert {Verb.CREATE: ("a", 5), Verb.WRITE_AT: ("data/b", 6), Verb.READ_INTO: ("data/b", 6)} == moved
+    assert {Verb.CREATE: ("a", 5), Verb.PUT: ("c", 4), Verb.WRITE_AT: ("data/b", 6), Verb.READ_INTO: ("data/b", 6)} == moved
 
 
 def test_latency_sleeps_before_the_given_verbs() -> None:
@@ -69,10 +70,10 @@ def test_latency_sleeps_before_the_given_verbs() -> None:
 
 
 def test_throttle_sleeps_for_the_bytes_moved() -> None:
-    """Each call that moves bytes takes their time: here 1 s for each of 5, 6, 5 and 6 bytes."""
+    """Each call that moves bytes takes their time: here 1 s for each of 5, 4, 6, 5 and 6 bytes."""
     slept: list[float] = []
     use_every_verb(ThrottledStore(MemoryStore(), nbytes_per_s=1.0, sleep=slept.append))
-    assert [5.0, 6.0, 5.0, 6.0] == slept
+    assert [5.0, 4.0, 6.0, 5.0, 6.0] == slept
 
 
 def test_counting_counts_calls_and_bytes() -> None:

@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from anyshard.commit.deletion import empty_directories
-from anyshard.commit.foreign import advise, show_names
 from anyshard.commit.listing import DATA_PREFIX, Owner, list_step
-from anyshard.commit.publish import superseded
-from anyshard.commit.resolve import LOOKS, Record, look, read_record
+from anyshard.commit.probe import is_probe_id
+from anyshard.commit.publish import refuse_rivals, superseded
+from anyshard.commit.resolve import LOOKS, Record, look, not_ours, read_record
 from anyshard.errors import (
     AnyshardError,
     BlobNotFound,
@@ -20,10 +20,10 @@ from anyshard.errors import (
     CommitConflict,
     CommitOutcomeUnknown,
     LimitExceeded,
-    NotACheckpoint,
     OperationFailed,
     StorageError,
     StorageStuck,
+    StorageUnguarded,
 )
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import section_directory
@@ -50,17 +50,18 @@ class Attempt:
 def begin(store: Store, *, sections: Sequence[str], overwrite: bool, events: Emitter = SILENT) -> Attempt:
     """Take the next generation of the step as the aim of a new attempt and make its directories, durably.
 
-    Raises `NotACheckpoint` (the directory is somebody else's) or `CheckpointExists`; then nothing was changed.
+    Raises `NotACheckpoint` (the directory is somebody else's) or `CheckpointExists`; then nothing was changed. So too on a store
+    that is not `guarded`: `StorageUnguarded` rather than replace a checkpoint, `CommitConflict` beside another save that is all
+    but published.
     """
     listing, newest = look(store)
     if newest is None and listing.is_foreign:
-        raise NotACheckpoint(
-            f"{store.url}: expected a new or empty directory or a checkpoint, found {show_names(listing.foreign)}; "
-            f"{advise(listing.foreign)}. Nothing was written"
-        )
+        raise not_ours(store, listing)
     directories = (DATA_PREFIX, *(f"{DATA_PREFIX}{section_directory(section)}/" for section in sections))
+    aim = _aim(store, newest, overwrite=overwrite)
+    refuse_rivals(store, listing, aim.id, newest=aim.generation - 1)
     made = tuple(directory for directory in directories if directory not in listing.directories)
-    attempt = replace(_aim(store, newest, overwrite=overwrite), directories=made)
+    attempt = replace(aim, directories=made)
     with abandoning(store, attempt, events=events):
         _prepare(store, directories)
     events.event("save.attempt.begun", detail=f"generation {attempt.generation}, attempt {attempt.id}")
@@ -129,10 +130,16 @@ def _prepare(store: Store, directories: Sequence[str]) -> None:
 
 def _aim(store: Store, newest: Record | None, *, overwrite: bool) -> Attempt:
     if newest is None:
-        return Attempt(1, make_attempt(), None)
+        return Attempt(1, _make_id(), None)
     if newest.generation >= MAX_GENERATION:
         raise LimitExceeded(f"{store.url}: generation {newest.generation} is the last one; save to another directory")
-    return Attempt(newest.generation + 1, make_attempt(), _replaceable(store, newest, overwrite=overwrite))
+    return Attempt(newest.generation + 1, _make_id(), _replaceable(store, newest, overwrite=overwrite))
+
+
+def _make_id() -> str:
+    while is_probe_id(attempt := make_attempt()):
+        pass
+    return attempt
 
 
 def _replaceable(store: Store, newest: Record, *, overwrite: bool) -> Manifest | None:
@@ -140,6 +147,7 @@ def _replaceable(store: Store, newest: Record, *, overwrite: bool) -> Manifest |
         manifest = newest.decode()
     except CheckpointDamaged as damage:
         if overwrite:
+            _refuse_unguarded(store)
             return None
         raise CheckpointExists(
             f"{store.url}: a damaged checkpoint is there ({damage}); pass overwrite=True to replace it, or another path"
@@ -151,7 +159,19 @@ def _replaceable(store: Store, newest: Record, *, overwrite: bool) -> Manifest |
             f"{store.url}: a checkpoint (step {manifest.step}, saved on {manifest.time}) is there; "
             "pass overwrite=True to replace it, or another path"
         )
+    _refuse_unguarded(store)
     return manifest
+
+
+def _refuse_unguarded(store: Store) -> None:
+    # Deletion relies on it that nothing but tombstones follows a committed record there (see commit/tombstone.py).
+    if not store.capabilities.guarded:
+        raise StorageUnguarded(
+            f"{store.url}: a checkpoint is there, and this store has no create-if-absent that can be relied upon, so to replace "
+            "it is not safe: another save at the same time could be lost without a word. Save to another path, or delete it "
+            "first (anyshard.ops.delete). Nothing was written",
+            file=store.url,
+        )
 
 
 def _find_conflict(store: Store, attempt: Attempt) -> CommitConflict | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from anyshard.records.names import SECTION_DIRECTORY, parse_name
+from anyshard.records.names import SECTION_DIRECTORY, FileKind, parse_name
 from anyshard.storage.protocol import Entry, Listing, Store
 
 DATA_PREFIX = "data/"
@@ -46,6 +46,10 @@ class StepListing:
         """Files of attempts at generations above `newest`: saves that have not been published, alive or dead."""
         return {owner: entries for owner, entries in self.files.items() if owner.generation > newest}
 
+    def claims(self, newest: int) -> tuple[Owner, ...]:
+        """Attempts at generations above `newest` whose index is there: each has written all of its files, and may publish."""
+        return tuple(owner for owner, entries in self.unfinished(newest).items() if _has_index(entries))
+
     def entries(self) -> Iterator[tuple[Owner, Entry]]:
         """All files that are not manifests, with their owners."""
         for owner, entries in self.files.items():
@@ -65,6 +69,11 @@ def list_step(store: Store) -> StepListing:
         foreign += [prefix for listing in listings[2:] for prefix in listing.prefixes]
     directories = (DATA_PREFIX, *sections) if DATA_PREFIX in root.prefixes else ()
     return replace(_sort_entries(listings, foreign), directories=directories)
+
+
+def _has_index(entries: tuple[Entry, ...]) -> bool:
+    names = (parse_name(entry.key) for entry in entries)
+    return any(name is not None and name.kind is FileKind.INDEX for name in names)
 
 
 def _is_section(prefix: str) -> bool:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from anyshard.commit.foreign import advise, show_names
+from anyshard.commit.foreign import show_names
 from anyshard.commit.listing import DATA_PREFIX, StepListing
-from anyshard.commit.resolve import Record, look
-from anyshard.errors import BlobExists, BlobNotFound, CheckpointDamaged, LimitExceeded, NotACheckpoint, StorageError
+from anyshard.commit.resolve import Record, look, not_ours
+from anyshard.errors import BlobExists, BlobNotFound, CheckpointDamaged, LimitExceeded, StorageError
 from anyshard.records.addresses import section_directory
 from anyshard.records.manifest import StepState
 from anyshard.records.names import ATTEMPT_ALPHABET, ATTEMPT_LENGTH, MAX_GENERATION, blob_name, index_name
@@ -56,12 +56,9 @@ def survey_ground(store: Store, *, sections: Sequence[str], is_step: bool) -> Gr
 def _describe_strangers(store: Store, listing: StepListing, *, is_step: bool) -> tuple[str, ...]:
     if not listing.is_foreign or any(map(_STEP.fullmatch, listing.foreign)):
         return ()
-    found = show_names(listing.foreign)
     if is_step:
-        raise NotACheckpoint(
-            f"{store.url}: expected a new or empty directory or a checkpoint, found {found}; {advise(listing.foreign)}. "
-            "Nothing was written"
-        )
+        raise not_ours(store, listing)
+    found = show_names(listing.foreign)
     return (f"{store.url} holds {found}, which anyshard did not write: save to new directories below it, not to it",)
 
 
@@ -79,6 +76,11 @@ def make_probe_id() -> str:
     """A new attempt id that says what it is."""
     rest = ATTEMPT_LENGTH - len(_MARK)
     return _MARK + "".join(secrets.choice(ATTEMPT_ALPHABET) for _ in range(rest))
+
+
+def is_probe_id(attempt: str) -> bool:
+    """Whether an attempt id is that of a probe, which is never published; no save takes such a one."""
+    return attempt.startswith(_MARK)
 
 
 def name_probe_blob(rank: int, *, generation: int, attempt: str) -> str:
@@ -99,12 +101,18 @@ class KeyProbe:
         self._key = index_name(generation, attempt)
 
     def create(self) -> None:
-        """Create the key and try it once more with other content. Raises `StorageError` if the store does not keep the first."""
+        """Create the key and, on a guarded store, try it once more with other content.
+
+        Raises `StorageError` if the store does not keep the first.
+        """
         data = self._content
-        self._store.create(self._key, data, token=self.attempt)
-        self._check_content("after it was created")
         if self._store.capabilities.guarded:
+            self._store.create(self._key, data, token=self.attempt)
+            self._check_content("after it was created")
             self._check_guarded(data[::-1])
+        else:
+            self._store.put(self._key, data, token=self.attempt)
+            self._check_content("after it was put")
         listed = {entry.key: entry.nbytes for entry in self._store.list("").entries}
         if listed.get(self._key) != len(data):
             raise self._refuse(f"to list the new key with {len(data)} bytes", f"{listed.get(self._key, 'no such key')}")

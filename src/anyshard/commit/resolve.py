@@ -176,6 +176,14 @@ def named_files(manifest: Manifest) -> dict[str, int]:
     return {entry.name: entry.nbytes for entry in (*index, *manifest.blobs)}
 
 
+def not_ours(store: Store, listing: StepListing) -> NotACheckpoint:
+    """The error of a save to a directory that is somebody else's."""
+    return NotACheckpoint(
+        f"{store.url}: expected a new or empty directory or a checkpoint, found {show_names(listing.foreign)}; "
+        f"{advise(listing.foreign)}. Nothing was written"
+    )
+
+
 def _absence(store: Store, listing: StepListing) -> CheckpointNotFound | NotACheckpoint:
     if listing.is_foreign:
         return NotACheckpoint(

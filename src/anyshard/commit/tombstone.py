@@ -2,11 +2,16 @@
 
 Whoever wants to delete takes the next generation first. A writer that was only asleep then loses the race for that generation,
 so that no published checkpoint can ever name a deleted file.
+
+A store that is not `guarded` cannot decide that race, so nothing is fenced there. A tombstone needs no decision: the generation
+after a committed record is nobody's aim but that of other deletes, since to replace a checkpoint is refused there, and whichever
+of their tombstones stays says the same. Writers of the deleted generation itself see that there is a later one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -21,16 +26,28 @@ from anyshard.records.names import make_attempt
 from anyshard.storage.protocol import Store
 
 
-def delete_step(store: Store, *, patience: Patience = PATIENT, events: Emitter = SILENT) -> tuple[str, ...]:
+def _as_it_is(store: Store) -> Store:
+    return store
+
+
+def delete_step(
+    store: Store,
+    *,
+    settle: Callable[[Store], Store] = _as_it_is,
+    patience: Patience = PATIENT,
+    events: Emitter = SILENT,
+) -> tuple[str, ...]:
     """Delete a checkpoint: it is gone for readers when this returns or dies half-way; return the keys of the deleted files.
 
     A tombstone becomes the next generation, then data goes, then old records; the tombstone stays. Where another writer takes
-    that generation first, what it made is deleted too. Deleting again finishes what was interrupted. Raises
-    `CheckpointNotFound` if no record was ever there.
+    that generation first, what it made is deleted too. Deleting again finishes what was interrupted. `settle` finds out whether
+    the store is `guarded`, once there is something to delete. Raises `CheckpointNotFound` if no record was ever there.
     """
     while (tombstone := _next_tombstone(store)) is not None:
+        store = settle(store)
         with suppress(CommitConflict):  # another writer took that generation: look again, and end that one's
-            create_record(store, tombstone, patience=patience)
+            commit = "guarded" if store.capabilities.guarded else "unguarded"
+            create_record(store, replace(tombstone, commit=commit), patience=patience)
             events.event("delete.tombstone.created", detail=f"generation {tombstone.generation}")
             break
     return _remove_licensed(store, events)

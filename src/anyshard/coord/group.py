@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +21,12 @@ from anyshard.coord.roll_call import Guest, Host
 from anyshard.coord.verdict import ANY, Decision, Verdict, decode_verdict, give_up_on, make_late_error
 from anyshard.coord.watch import Terms
 
+_MAX_CROSSED = 1024  # of which it is known what others took them for: more than calls that a rank leaves out in a row
 _KEPT = 2  # operations whose messages stay for ranks that are late
 _GRACE_S = 1.0  # for a rank that others have given up for missing
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Crossed:
     """How an operation ended that ranks took for different things, and for what others than this rank took it."""
 
@@ -52,7 +55,9 @@ class Group:
         self._ended: list[tuple[int, tuple[str, ...]]] = []
         self._decided: list[int] = []  # operations whose decisions this coordinator has to delete
         self._committed = 0  # the last operation that was: all ranks came to it
-        self._ahead: _Crossed | None = None  # the last operation, if ranks took it for different things
+        # Since the ranks last committed: operations that they took for different things. What others took them for is ahead of
+        # this rank, or behind it.
+        self._crossed: deque[_Crossed] = deque(maxlen=_MAX_CROSSED)
 
     @property
     def rank(self) -> int:
@@ -74,7 +79,14 @@ class Group:
         """Whether this process makes the global decisions."""
         return self._members.is_coordinator
 
-    def agree(self, subject: str, *, patience: Patience | None = None, is_made_once: bool = False) -> Agreement:
+    def agree(
+        self,
+        subject: str,
+        *,
+        patience: Patience | None = None,
+        is_made_once: bool = False,
+        begun: Callable[[Agreement], None] = lambda _: None,
+    ) -> Agreement:
         """Begin the operation that all ranks call `subject` (a line for messages, the same on every rank).
 
         Returns without waiting for anybody, but for the roll call before the first operation: `RankMissing` if it fails. Raises
@@ -82,12 +94,14 @@ class Group:
         first one of the group, and finds the others in another, raises `RankMissing` alone.
 
         If ranks make a call like this only once (`is_made_once`), and another rank turned out to have made it when this one was
-        in the call before, it has failed already: that is raised at once, and the ranks meet again in the next one.
+        in an earlier call, it has failed already: that is raised at once. So ranks of which one has left out n calls meet again
+        after n more that fail: in each of these the one that is behind learns of a call that it will pass over.
+
+        `begun` is given the agreement once its operation is found, also if this then raises: its end can be acknowledged.
         """
         patience = patience or Patience()
-        ahead, self._ahead = self._ahead, None
-        if is_made_once and ahead is not None and subject == ahead.subject_of_others:
-            raise ahead.verdict.error(self.size)
+        if is_made_once:
+            self._pass_over(subject)
         store = self._bound(patience)
         if not self.is_coordinator:
             self._join(store, subject, patience)
@@ -97,6 +111,7 @@ class Group:
         terms = Terms(self._members, store, self._keys_of(sequence), subject, patience)
         end = partial(self._note_end, sequence, subject)
         agreement = Agreement(terms, admit=partial(self._admit, store, sequence), end=end)
+        begun(agreement)
         with ExitStack() as stack:
             stack.enter_context(agreement)
             agreement.begin(verdict)
@@ -105,12 +120,19 @@ class Group:
             stack.pop_all()
         return agreement
 
-    def refuse(self, error: Exception, *, subject: str = ANY, patience: Patience | None = None) -> NoReturn:
+    def refuse(
+        self,
+        error: Exception,
+        *,
+        subject: str = ANY,
+        patience: Patience | None = None,
+        begun: Callable[[Agreement], None] = lambda _: None,
+    ) -> NoReturn:
         """Make `error` the failure of the call that the others make, about `subject` if this rank can say that.
 
-        Raises what they raise. In a group of one rank the error stays what it is.
+        Raises what they raise. In a group of one rank the error stays what it is. `begun` is as for `agree`.
         """
-        with self.agree(subject, patience=patience) as agreement:
+        with self.agree(subject, patience=patience, is_made_once=subject != ANY, begun=begun) as agreement:
             agreement.fail("call", error)
 
     def hang_up(self, timeout_s: float) -> None:
@@ -119,6 +141,13 @@ class Group:
         Returns when no call into the store is under way, or after `timeout_s`.
         """
         self._caller.close(timeout_s)
+
+    def _pass_over(self, subject: str) -> None:
+        """Raise how the operation ended in which another rank has made this call already; once, for it may be tried again."""
+        for crossed in tuple(self._crossed):
+            if crossed.subject_of_others == subject:
+                self._crossed.remove(crossed)
+                raise crossed.verdict.error(self.size)
 
     def _bound(self, patience: Patience) -> KeyValueStore:
         if not self._store.can_hang:
@@ -209,9 +238,10 @@ class Group:
             self._decided.append(sequence)
         if verdict is not None and verdict.other_subject is not None:
             others = verdict.other_subject if subject == verdict.subject else verdict.subject
-            self._ahead = _Crossed(verdict, others)
+            self._crossed.append(_Crossed(verdict, others))
         if verdict is not None and verdict.decision is Decision.COMMIT:
             self._committed = max(self._committed, sequence)
+            self._crossed.clear()
 
     def _admit(self, store: KeyValueStore, sequence: int, ranks: tuple[int, ...]) -> None:
         self._host.welcome(store, ranks, sequence=sequence)

@@ -18,6 +18,11 @@ class Turn:
         self._holder: str | None = None
         self._thread = 0  # of the holder
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds the turn, as far as can be said of other threads."""
+        return self._holder is None
+
     @contextmanager
     def take(self, what: str, timeout_s: float) -> Iterator[None]:
         """Hold the turn for `what`, a call in words. Raises `OperationFailed` after `timeout_s`, and at once within another."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from anyshard.errors import OperationFailed, RankMissing, StructureChanged, make_failure, name_kind
+from anyshard.errors import OperationFailed, RankMissing, StructureChanged, make_failure, name_kind, show_error
 
 ANY = "the call"  # the subject of a rank whose call failed before it could say what it was about
 
@@ -86,7 +86,7 @@ def decode_verdict(data: bytes) -> Verdict:
 def give_up(subject: str, phase: str, error: BaseException, *, job_rank: int) -> Verdict:
     """The abort that a rank's error asks for. An `OperationFailed` that names failures speaks for those ranks."""
     failures = error.failures if isinstance(error, OperationFailed) else {}
-    text = f"{phase}: {type(error).__name__}: {error}"
+    text = f"{phase}: {show_error(error)}"
     return Verdict(Decision.ABORT, subject, name_kind(error), failures or {job_rank: text[:_MAX_TEXT]})
 
 

@@ -207,7 +207,12 @@ class _Pages:
             return
         done = 0
         while done < data.nbytes:
-            done += os.pwrite(self._descriptor, data[done : done + _PIECE_NBYTES], position + done)
+            try:
+                done += os.pwrite(self._descriptor, data[done : done + _PIECE_NBYTES], position + done)
+            except OSError as error:
+                if error.errno != errno.EFBIG:  # RLIMIT_FSIZE holds for files in memory too, but not for what is mapped
+                    raise
+                raise _lacking(self.nbytes, "a limit on the length of files, ulimit -f") from error
 
     def close(self) -> None:
         """Free the memory now. Views of it that somebody still holds keep it alive, however."""

@@ -9,6 +9,7 @@ quicker of the two (4.5 against 3.5 GB/s), as the kernel's copy into cold memory
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from anyshard.engine.blocks import BlockPool, Loan
 from anyshard.engine.crew import Crew, Patience
 from anyshard.engine.place import Placer
 from anyshard.engine.readers import OpenFiles, SharedReader
-from anyshard.errors import CheckpointDamaged, StorageStuck
+from anyshard.errors import BlobNotFound, CheckpointDamaged, StorageStuck
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import show
 from anyshard.records.digests import cell_digests, check_digest
@@ -119,7 +120,8 @@ class OpenBlobs:
         """Open those that are not open yet and check them: length, tail, head, and who wrote them; all of them or none.
 
         What was opened stays readable until `close`, whatever happens to its name; beyond the number of files that the job
-        keeps open, a blob that was removed or replaced meanwhile is `CheckpointReplaced`. Raises `CheckpointDamaged`.
+        keeps open, a blob that was removed or replaced meanwhile is `CheckpointReplaced`. Raises `CheckpointDamaged`; if blobs
+        are not there, one that tells how many, and on which host.
         """
         with self._lock:
             entries, files = self._manifest.blobs, self._job.files
@@ -184,11 +186,25 @@ class OpenBlobs:
 
     def _open_all(self, readers: Mapping[int, SharedReader]) -> dict[int, OpenBlob]:
         opened: dict[int, OpenBlob] = {}
+        missing: dict[int, CheckpointDamaged] = {}
         with Crew(min(self._job.threads, max(1, len(readers))), name="anyshard-open", patience=self._job.patience) as crew:
             for blob, reader in readers.items():
-                crew.submit(partial(_open_blob, self._manifest, blob, reader, crew=crew, into=opened))
+                crew.submit(partial(self._open_one, blob, reader, crew=crew, opened=opened, missing=missing))
             crew.finish(self._job.check)
+        if missing:
+            names = [self._manifest.blobs[blob].name for blob in sorted(missing)]
+            raise _incomplete(self._store.url, names, num_sought=len(readers)) from missing[min(missing)]
         return opened
+
+    def _open_one(
+        self, blob: int, reader: SharedReader, *, crew: Crew, opened: dict[int, OpenBlob], missing: dict[int, CheckpointDamaged]
+    ) -> None:
+        try:
+            opened[blob] = _open_blob(self._manifest, blob, reader, crew=crew)
+        except CheckpointDamaged as damage:
+            if not isinstance(damage.__cause__, BlobNotFound):
+                raise
+            missing[blob] = damage  # others may be missing as well, and how many tells what is wrong
 
     def _run(self, run: _Run) -> None:
         nbytes = run.plan.reads.stop - run.plan.reads.start
@@ -248,7 +264,7 @@ def _read_checked(blob: OpenBlob, start: int, out: memoryview, *, crew: Crew) ->
     blob.check_cells(out, start)
 
 
-def _open_blob(manifest: Manifest, position: int, reader: SharedReader, *, crew: Crew, into: dict[int, OpenBlob]) -> None:
+def _open_blob(manifest: Manifest, position: int, reader: SharedReader, *, crew: Crew) -> OpenBlob:
     entry = manifest.blobs[position]
     nbytes = entry.nbytes - entry.tail_position
     if nbytes > (limit := _max_tail_nbytes(entry.tail_position, manifest.num_slots)):
@@ -257,7 +273,7 @@ def _open_blob(manifest: Manifest, position: int, reader: SharedReader, *, crew:
     check_digest(data, entry.tail_digest, file=entry.name)
     tail = decode_tail(data, tail_position=entry.tail_position, max_slots=manifest.num_slots, file=entry.name)
     _check_identity(entry, tail, head=_read(reader, 0, nbytes=HEAD_NBYTES, crew=crew))
-    into[position] = OpenBlob(entry, reader, tail)
+    return OpenBlob(entry, reader, tail)
 
 
 def _max_tail_nbytes(tail_position: int, num_slots: int) -> int:
@@ -284,6 +300,16 @@ def _check_identity(entry: BlobEntry, tail: Tail, *, head: bytes) -> None:
 def _damaged(entry: BlobEntry, what: str, expected: object, found: object) -> CheckpointDamaged:
     return CheckpointDamaged(
         f"{entry.name}: expected {what} {expected}, found {found}. Load another checkpoint or copy", file=entry.name
+    )
+
+
+def _incomplete(url: str, names: list[str], *, num_sought: int) -> CheckpointDamaged:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return CheckpointDamaged(
+        f"{url}: expected {num_sought} blob(s) that the manifest lists, found {len(names)} of them missing on host "
+        f"{socket.gethostname()}: {', '.join(names[:_SHOWN])}{more}. Check that the directory is the same on all hosts; if so, "
+        "this is an incomplete copy: copy it again from where it was whole, or load another checkpoint",
+        file=names[0],
     )
 
 

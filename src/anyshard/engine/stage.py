@@ -43,6 +43,7 @@ _COPIED = frozenset(
 _COPY_ALL = getattr(torch, "_foreach_copy_", None)
 
 Tensors = Sequence[torch.Tensor]
+_Seen = tuple[bytes, list[torch.dtype], list[int]]  # rows, and of their tensors the dtypes and lengths
 
 
 def register_pages(memory: memoryview) -> Callable[[], None]:
@@ -83,7 +84,7 @@ class Staging:
     """One snapshot's copy into an arena. After `begin` it holds the tensors of lazy rows alone, after `finish` none.
 
     `sources`, `is_lazy` and `addresses` are per row of the plan's shards. The memory of a lazy row is its tensor's own, dense and
-    without conj and neg views. Rows that cannot be lazy (other sources, not at a multiple of 8 bytes) are copied by `begin`.
+    without conj and neg views. Rows that cannot be lazy (other sources, not whole words of 8 bytes) are copied by `begin`.
     `known` says where they lie, found just before on this thread: tensors are not asked for what it says.
     """
 
@@ -169,8 +170,10 @@ class Staging:
 
 
 def _can_be_lazy(rows: Rows, layout: ImageLayout) -> NDArray[np.bool_]:
-    """Which rows begin at a multiple of a word, have one at least, and are dense."""
-    fits: NDArray[np.bool_] = rows.is_dense & (rows.address % WORD_NBYTES == 0) & (layout.row_nbytes[rows.number] >= WORD_NBYTES)
+    """Which rows are dense and made of whole words in memory: all of their bytes may then be looked at, the last ones are."""
+    nbytes = layout.row_nbytes[rows.number]
+    is_whole = (rows.address % WORD_NBYTES == 0) & (nbytes % WORD_NBYTES == 0)
+    fits: NDArray[np.bool_] = rows.is_dense & is_whole & (nbytes > 0)
     return fits
 
 
@@ -219,10 +222,10 @@ class _Views:
         self.layout = layout
         self.tiny = TinyRows(layout, memory)
         self._bytes = torch.from_numpy(np.frombuffer(memory, np.uint8))
-        self._seen: tuple[bytes, list[torch.dtype], list[int]] = b"", [], []
-        self._targets: list[torch.Tensor] = []
-        self._lazy_rows: IntColumn = np.zeros(0, dtype=np.int64)
-        self._places = WordPlaces(self._lazy_rows, self._lazy_rows)
+        # What is kept, with what it is for: one object each, which no interrupt leaves half done.
+        self._kept: tuple[_Seen, list[torch.Tensor]] = (b"", [], []), []
+        none: IntColumn = np.zeros(0, dtype=np.int64)
+        self._words = none, WordPlaces(none, none)
 
     def find_targets(self, number: IntColumn, tensors: Tensors, *, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
         """As `make_targets`; the last ones are kept, for tensors of the same `dtypes` and lengths.
@@ -230,9 +233,9 @@ class _Views:
         Their shapes are not looked at: making 100,000 of these sets off a garbage collection, which takes longer than the copy.
         """
         seen = number.tobytes(), dtypes, [tensor.nbytes for tensor in tensors]
-        if seen != self._seen:
-            self._targets, self._seen = self.make_targets(number, tensors), seen
-        return self._targets
+        if seen != self._kept[0]:
+            self._kept = seen, self.make_targets(number, tensors)
+        return self._kept[1]
 
     def make_targets(self, number: IntColumn, tensors: Tensors) -> list[torch.Tensor]:
         """The extents of some rows, dense, with the dtypes and shapes of these tensors."""
@@ -248,9 +251,9 @@ class _Views:
 
     def choose_words(self, number: IntColumn) -> WordPlaces:
         """Which words of lazy rows are remembered; the last choice is kept."""
-        if not np.array_equal(number, self._lazy_rows):
-            self._lazy_rows, self._places = number, choose_words(self.layout.row_nbytes[number])
-        return self._places
+        if not np.array_equal(number, self._words[0]):
+            self._words = number, choose_words(self.layout.row_nbytes[number])
+        return self._words[1]
 
 
 def _dense_strides(shape: torch.Size) -> list[int]:

@@ -5,6 +5,7 @@ Torch takes some 5 us for each where memory is cold, which for thousands is more
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
@@ -29,27 +30,39 @@ def find_tiny(rows: Rows, layout: ImageLayout) -> NDArray[np.bool_]:
 
 @final
 class TinyRows:
-    """The tiny rows of one layout in one arena. Where they go is kept."""
+    """The tiny rows of one layout in one arena. Where they go is kept, as one object, which no interrupt leaves half done."""
 
     def __init__(self, layout: ImageLayout, memory: memoryview) -> None:
         self._layout = layout
         self._units = np.frombuffer(memory, _UNIT)
-        self._number: IntColumn = np.zeros(0, dtype=np.int64)
-        self._row, self._order, self._position = self._number, self._number, self._number  # of each unit
+        none: IntColumn = np.zeros(0, dtype=np.int64)
+        self._kept = _Units(none, none, none, none)
 
     def copy(self, number: IntColumn, address: IntColumn) -> None:
         """Copy rows that `find_tiny` has found, which lie at these addresses."""
         if not len(number):
             return
-        if not np.array_equal(number, self._number):
-            self._lay_out(number)
+        units = self._kept
+        if not np.array_equal(number, units.number):
+            units = self._kept = self._lay_out(number)
         base = int(address.min())
-        index = ((address - base) // _UNIT.itemsize)[self._row] + self._order
+        index = ((address - base) // _UNIT.itemsize)[units.row] + units.order
         memory = view_memory(base, (int(index.max()) + 1) * _UNIT.itemsize)
-        self._units[self._position] = np.frombuffer(memory, _UNIT)[index]
+        self._units[units.position] = np.frombuffer(memory, _UNIT)[index]
 
-    def _lay_out(self, number: IntColumn) -> None:
+    def _lay_out(self, number: IntColumn) -> _Units:
         num = self._layout.row_nbytes[number] // _UNIT.itemsize
-        self._number, self._row = number, np.repeat(np.arange(len(number)), num)
-        self._order = np.arange(len(self._row)) - np.repeat(np.cumsum(num) - num, num)
-        self._position = (self._layout.row_position[number] // _UNIT.itemsize)[self._row] + self._order
+        row = np.repeat(np.arange(len(number)), num)
+        order = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
+        position = (self._layout.row_position[number] // _UNIT.itemsize)[row] + order
+        return _Units(number, row, order, position)
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Where the units of some rows go: of each unit its row, its place in it, its position in the arena."""
+
+    number: IntColumn
+    row: IntColumn
+    order: IntColumn
+    position: IntColumn

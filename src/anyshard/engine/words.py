@@ -33,7 +33,7 @@ class WordPlaces:
 def choose_words(nbytes: IntColumn) -> WordPlaces:
     """The first and the last word of each row, where the copy begins and ends, and of longer ones more, one for each MiB.
 
-    The bytes behind the last whole word are in none.
+    Of a row that is not made of whole words the last bytes are in none.
     """
     num_words = nbytes // WORD_NBYTES
     # Those at the start of a stretch end before the last word, so none of them reaches behind the row.

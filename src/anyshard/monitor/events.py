@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from anyshard.errors import show_error
+
 logger = logging.getLogger(__name__)
 
 
@@ -84,9 +86,7 @@ class Emitter:
         try:
             yield
         except BaseException as error:
-            self.event(
-                f"{name}.failed", duration_s=time.perf_counter() - started, file=file, detail=f"{type(error).__name__}: {error}"
-            )
+            self.event(f"{name}.failed", duration_s=time.perf_counter() - started, file=file, detail=show_error(error))
             raise
         self.event(f"{name}.end", duration_s=time.perf_counter() - started, nbytes=nbytes, file=file)
 

@@ -17,11 +17,11 @@ from anyshard.monitor.events import Event
 logger = logging.getLogger(__name__)
 
 _FIELDS = tuple(field.name for field in fields(Event))
-_RESULTS = frozenset({"save.end", "load.end"})
+_RESULTS = frozenset({"save.end", "load.end", "copy.end"})
 
 
 class LoggingSink:
-    """Writes each event to a standard logger: failures as WARNING, the end of a save or load as INFO, all else as DEBUG."""
+    """Writes each event to a standard logger: failures as WARNING, the end of a save, load or copy as INFO, all else as DEBUG."""
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logging.getLogger("anyshard.events") if logger is None else logger

@@ -6,8 +6,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from anyshard.commit.deletion import Generations, deletable, empty_directories, read_generations
+from anyshard.commit.guard import UNGUARDED, Guards
 from anyshard.commit.listing import Owner, StepListing
 from anyshard.commit.publish import create_record
 from anyshard.commit.tombstone import make_fence
@@ -26,7 +29,7 @@ class CleanReport:
     """What `clean` removed (with `dry_run`: would remove), and what it left and why.
 
     `fenced` is the generation taken from unfinished saves, if any. `in_progress` are attempts that may still be running (or aim
-    beyond the next generation).
+    beyond the next generation). `warnings` say why others could not be ended.
     `foreign` are names that anyshard never makes; they are never touched.
     """
 
@@ -37,6 +40,7 @@ class CleanReport:
     in_progress: tuple[str, ...]
     foreign: tuple[str, ...]
     dry_run: bool
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +61,47 @@ class _Plan:
         return _Plan(self.superseded, self.unfinished, self.unfinished)
 
 
-def clean(
+def clean(  # noqa: PLR0913 - what the user may choose
     target: str | os.PathLike[str] | Store,
     *,
     older_than_s: float = DAY_S,
     grace_s: float = 3600.0,
     dry_run: bool = False,
+    storage_options: Mapping[str, Any] = MappingProxyType({}),
     sinks: Sequence[Sink] = (),
 ) -> CleanReport:
     """Remove leftovers of saves that died and superseded files; what a checkpoint or a running save needs is never removed.
 
     A save counts as dead if nothing of it was written for `older_than_s`. Superseded files stay `grace_s` for their readers.
-    Directories of sections that are empty then go too. Raises `CheckpointDamaged`, having changed nothing, if the newest
-    manifest is damaged.
+    Directories of sections that are empty then go too. On a store without create-if-absent nobody can take the right to publish
+    from a save: then the files of dead ones stay. `storage_options` are those of `SaveOptions`. Raises `CheckpointDamaged`,
+    having changed nothing, if the newest manifest is damaged.
     """
-    with operating(target, sinks) as operation:
+    with operating(target, sinks, storage_options) as operation:
         store, events = operation.store, operation.events
         listing, generations = read_generations(store)
         plan = _plan(listing, generations, now_s=store.now_s(), older_than_s=older_than_s, grace_s=grace_s)
+        if plan.fence is not None and not dry_run:  # the probe writes, so only where there is something to gain
+            store = Guards().settle(store, required=False, events=events)
+        plan, warnings = _without_rights(store, plan)
         if not dry_run:
             plan = _fence(store, plan, events)
             _remove(store, listing, plan, events)
     nbytes = sum(entry.nbytes for _, entry in listing.entries() if entry.key in set(plan.removed))
     fenced = None if plan.fence is None else plan.fence.generation
-    return CleanReport(store.url, plan.removed, nbytes, fenced, plan.in_progress, listing.foreign, dry_run)
+    return CleanReport(store.url, plan.removed, nbytes, fenced, plan.in_progress, listing.foreign, dry_run, warnings)
+
+
+def _without_rights(store: Store, plan: _Plan) -> tuple[_Plan, tuple[str, ...]]:
+    """What can be done of a plan on this store, and why not all."""
+    guarded = store.capabilities.guarded
+    if plan.fence is None or guarded:
+        return plan, ()
+    if guarded is None:
+        return plan, (
+            f"{store.url}: whether the store is guarded is not tried in a dry run; if it is not, unfinished saves stay",
+        )
+    return plan.without_fence(), (f"unfinished saves are left, for one may still be running: {UNGUARDED}",)
 
 
 def _fence(store: Store, plan: _Plan, events: Emitter) -> _Plan:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from anyshard.coord.group import make_lone_group
 from anyshard.monitor.events import Emitter, Sink
@@ -19,9 +20,12 @@ TIMEOUT_S = 1800.0
 
 
 @contextmanager
-def operating(target: str | os.PathLike[str] | Store, sinks: Sequence[Sink]) -> Iterator[Operation]:
+def operating(
+    target: str | os.PathLike[str] | Store, sinks: Sequence[Sink], storage_options: Mapping[str, Any]
+) -> Iterator[Operation]:
     """The store at `target`, every verb of it bounded in time, and who hears what is done to it."""
     with ExitStack() as own:
         lasting = [own.enter_context(sink) for sink in sinks_from_environment()]
         events = Emitter((*lasting, *sinks), operation=secrets.token_hex(8), rank=0)
-        yield Operation(TimedStore(open_store(target, events=events), TIMEOUT_S), make_lone_group(), events)
+        store = open_store(target, storage_options=storage_options, events=events)
+        yield Operation(TimedStore(store, TIMEOUT_S), make_lone_group(), events)

@@ -69,12 +69,16 @@ _Entry: TypeAlias = tuple[str, str, int, int, int, str]
 
 
 class Durable(Message, frozen=True):
-    """A rank's blobs are durable. `replicas` and `parts` have one digest per set of what others hold too, tensors and values."""
+    """A rank's blobs are durable. `replicas` and `parts` have one digest per set of what others hold too, tensors and values.
+
+    `host` is the name of the machine that wrote them.
+    """
 
     entries: tuple[_Entry, ...]
     nbytes: int
     replicas: bytes
     parts: bytes
+    host: str = ""
 
     def list_blobs(self) -> tuple[BlobEntry, ...]:
         """The manifest's entries of the rank's blobs, in the order of its plan."""

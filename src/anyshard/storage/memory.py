@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from anyshard.storage.protocol import Capabilities, Entry, Listing
 
 @dataclass(frozen=True, slots=True)
 class _Blob:
-    data: bytes
+    data: bytes | bytearray
     modified_s: float
 
 
@@ -33,6 +34,7 @@ class MemoryStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = url
+        self._site = f"memory:{secrets.token_hex(8)}"
         self._clock = clock
         self._blobs = {key: _Blob(data, clock()) for key, data in blobs.items()}
         self._lock = threading.Lock()
@@ -43,6 +45,11 @@ class MemoryStore:
         return self._url
 
     @property
+    def site(self) -> str:
+        """This very object."""
+        return self._site
+
+    @property
     def capabilities(self) -> Capabilities:
         """Writes in any order, guarded."""
         return Capabilities(parallel_writes=True, guarded=True)
@@ -50,7 +57,7 @@ class MemoryStore:
     def snapshot(self) -> dict[str, bytes]:
         """All blobs as they are now; give a changed copy to a new `MemoryStore` to damage a checkpoint."""
         with self._lock:
-            return {key: blob.data for key, blob in self._blobs.items()}
+            return {key: bytes(blob.data) for key, blob in self._blobs.items()}
 
     def prepare(self, prefixes: Sequence[str]) -> None:
         """Check the prefixes; there is nothing to make."""
@@ -62,6 +69,13 @@ class MemoryStore:
         split_key(key)
         check_token(token)
         self._put(key, bytes(data))
+
+    def put(self, key: str, data: bytes, *, token: str) -> None:
+        """Set `key` to `data`."""
+        split_key(key)
+        check_token(token)
+        with self._lock:
+            self._blobs[key] = _Blob(bytes(data), self._clock())
 
     def create_blob(self, key: str, *, nbytes: int | None) -> MemoryBlobWriter:
         """Start a blob; a key that is taken now or at `finish` is `BlobExists`."""
@@ -75,7 +89,7 @@ class MemoryStore:
         data = self._get(key)
         if len(data) > max_nbytes:
             raise LimitExceeded(f"{self._url}/{key}: expected at most {max_nbytes} bytes, found {len(data)}. Check the path")
-        return data
+        return bytes(data)
 
     def open_blob(self, key: str) -> MemoryBlobReader:
         """A reader of the bytes that are there now."""
@@ -105,7 +119,7 @@ class MemoryStore:
         """Not known."""
         return None
 
-    def _get(self, key: str) -> bytes:
+    def _get(self, key: str) -> bytes | bytearray:
         split_key(key)
         with self._lock:
             blob = self._blobs.get(key)
@@ -113,7 +127,7 @@ class MemoryStore:
             raise BlobNotFound(f"expected a blob at {self._url}/{key}, found nothing. Check the path", file=key)
         return blob.data
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _put(self, key: str, data: bytes | bytearray) -> None:
         with self._lock:
             self._check_absent(key)
             self._blobs[key] = _Blob(data, self._clock())
@@ -126,7 +140,7 @@ class MemoryStore:
 class MemoryBlobWriter:
     """A `BlobWriter` that collects bytes and hands them to the store at `finish`."""
 
-    def __init__(self, put: Callable[[str, bytes], None], key: str, *, nbytes: int | None) -> None:
+    def __init__(self, put: Callable[[str, bytearray], None], key: str, *, nbytes: int | None) -> None:
         self._put = put
         self._key = key
         self._data = bytearray(nbytes or 0)
@@ -146,7 +160,7 @@ class MemoryBlobWriter:
     def finish(self) -> None:
         """Make the blob visible."""
         self._coverage.check_complete()
-        self._put(self._key, bytes(self._data))
+        self._put(self._key, self._data)
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +172,7 @@ class MemoryBlobWriter:
 class MemoryBlobReader:
     """A `BlobReader` over bytes that never change."""
 
-    def __init__(self, key: str, data: bytes) -> None:
+    def __init__(self, key: str, data: bytes | bytearray) -> None:
         self._key = key
         self._data = memoryview(data)
 

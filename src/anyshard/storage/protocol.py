@@ -20,11 +20,17 @@ class Capabilities:
     """What a store can do; the same for as long as the object lives.
 
     `parallel_writes`: `write_at` may be called in any order and from several threads. `guarded`: `create` really is
-    create-if-absent.
+    create-if-absent; None: it asks for that, and nobody knows yet whether it is heard (see commit/guard.py).
+    `max_blob_nbytes`: a longer blob should be made as several, since all of it is sent again when its upload fails.
+    `streams_per_blob`: requests that one blob being written keeps in flight. `read_gap_nbytes`: as many bytes are read as
+    quickly as another request is made.
     """
 
     parallel_writes: bool
-    guarded: bool
+    guarded: bool | None
+    max_blob_nbytes: int | None = None
+    streams_per_blob: int = 1
+    read_gap_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,11 @@ class Store(Protocol):
         ...
 
     @property
+    def site(self) -> str:
+        """Which server and bucket, or which filesystem, this is, without credentials: on one site all stores can do the same."""
+        ...
+
+    @property
     def capabilities(self) -> Capabilities:
         """What this store can do."""
         ...
@@ -108,6 +119,13 @@ class Store(Protocol):
 
         `token` (letters and digits) goes into temporary names, so that writers never share one. Raises `BlobExists` if the key
         is there; after any error the caller reads the key back.
+        """
+        ...
+
+    def put(self, key: str, data: bytes, *, token: str) -> None:
+        """Write `key` durably, atomically for readers, whether it is there or not.
+
+        Only for stores on which `create` cannot be relied upon (see commit/guard.py): nothing else ever replaces a key.
         """
         ...
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from anyshard.errors import BlobExists, BlobNotFound, LimitExceeded, StorageError
+from anyshard.errors import BlobExists, BlobNotFound, CheckpointReplaced, LimitExceeded, StorageError
 from anyshard.storage.protocol import Store
 from anyshard.testing.store_fixtures import (
     NUM_WRITERS,
@@ -215,11 +215,14 @@ class StoreBlobsContract(StoreFixtures):
         assert data == bytes(found)
 
     def test_reader_keeps_a_deleted_blob(self, store: Store) -> None:
-        """What is open stays as it was when its key is deleted and taken by another blob (B013)."""
+        """What is open stays as it was when its key is deleted and taken by another blob, or is reported as replaced (B013)."""
         write_blob(store, "data/a", pattern(50_000, seed=1))
         found = bytearray(50_000)
         with store.open_blob("data/a") as reader:
             store.delete(("data/a",))
             write_blob(store, "data/a", pattern(50_000, seed=2))
-            reader.read_into(0, memoryview(found))
+            try:
+                reader.read_into(0, memoryview(found))
+            except CheckpointReplaced:
+                return
         assert pattern(50_000, seed=1) == bytes(found)

@@ -41,6 +41,11 @@ def by_exclusive_open(temporary: NewFile, name: str, data: bytes) -> None:
         os.fsync(file.descriptor)
 
 
+def by_replacing(temporary: NewFile, name: str, _data: bytes) -> None:
+    """A plain rename, which replaces: no way to create, only to put."""
+    os.replace(temporary.name, name, src_dir_fd=temporary.parent, dst_dir_fd=temporary.parent)
+
+
 PRIMITIVES: tuple[Primitive, ...] = (by_rename, by_link, by_exclusive_open)
 
 

@@ -28,7 +28,7 @@ _KINDS = MappingProxyType(
 
 _ADVICE = MappingProxyType(
     {
-        errno.ENOENT: "Check the path, and that nobody removed it meanwhile",
+        errno.ENOENT: "Check the path, that nobody removed it meanwhile, and that the directory is the same on all hosts",
         errno.ENOTDIR: "A file stands where a directory is needed: check the path",
         errno.EEXIST: "Nothing was overwritten",
         errno.EACCES: "Check owner and mode of the file and of the directories above it",

@@ -24,15 +24,16 @@ def rename_noreplace(parent: int, source: str, target: str) -> None:
     _call("renameat2", parent, os.fsencode(source), parent, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE))
 
 
-def allocate(descriptor: int, nbytes: int) -> None:
+def allocate(descriptor: int, nbytes: int, *, is_space_known: bool = True) -> None:
     """Reserve the blocks of a file of exactly `nbytes`, so that a full disk is found now; passes where it is not supported.
 
-    Not `os.posix_fallocate`, which writes zeros to every block where the filesystem cannot reserve.
+    Not `os.posix_fallocate`, which writes zeros to every block where the filesystem cannot reserve. Where `is_space_known` is
+    false, what the filesystem says of its free space is not believed.
     """
     if nbytes == 0:
         return
     status = os.fstatvfs(descriptor)
-    if status.f_blocks and nbytes > status.f_bavail * status.f_frsize:
+    if is_space_known and status.f_blocks and nbytes > status.f_bavail * status.f_frsize:
         # Asking anyway would take all that is left from everybody else before it fails.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:

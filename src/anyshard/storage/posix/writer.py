@@ -91,11 +91,11 @@ class LocalBlobWriter:
             self._site.announce("blob.discarded")
 
 
-def open_writer(site: Site, parent: int, *, nbytes: int | None, direct: bool) -> LocalBlobWriter:
+def open_writer(site: Site, parent: int, *, nbytes: int | None, direct: bool, is_space_known: bool = True) -> LocalBlobWriter:
     """A writer of the site's key in directory `parent`, whose descriptor it takes over, with its space reserved."""
     file = create_file(parent, site.key.rpartition("/")[2])
     try:
-        allocate(file.descriptor, nbytes or 0)
+        allocate(file.descriptor, nbytes or 0, is_space_known=is_space_known)
         second = reopen_direct(file.descriptor, os.O_WRONLY) if direct else None
         site.announce("blob.created", nbytes=nbytes)
     except BaseException:

@@ -18,6 +18,7 @@ class Verb(enum.StrEnum):
 
     PREPARE = "prepare"
     CREATE = "create"
+    PUT = "put"
     CREATE_BLOB = "create_blob"
     WRITE_AT = "write_at"
     FINISH = "finish"
@@ -56,6 +57,11 @@ class WrapperStore:
         return self.inner.url
 
     @property
+    def site(self) -> str:
+        """That of the inner store."""
+        return self.inner.site
+
+    @property
     def capabilities(self) -> Capabilities:
         """Those of the inner store."""
         return self.inner.capabilities
@@ -67,6 +73,10 @@ class WrapperStore:
     def create(self, key: str, data: bytes, *, token: str) -> None:
         """Forward."""
         self.around(Call(Verb.CREATE, key, len(data)), lambda: self.inner.create(key, data, token=token))
+
+    def put(self, key: str, data: bytes, *, token: str) -> None:
+        """Forward."""
+        self.around(Call(Verb.PUT, key, len(data)), lambda: self.inner.put(key, data, token=token))
 
     def create_blob(self, key: str, *, nbytes: int | None) -> BlobWriter:
         """Forward; the writer forwards `write_at` and `finish` through `around` too."""

@@ -8,17 +8,24 @@ from types import TracebackType
 from typing import Self
 
 from anyshard.errors import StorageError
-from anyshard.storage.protocol import BlobWriter, Capabilities
+from anyshard.storage.protocol import BlobWriter, Capabilities, Store
 from anyshard.storage.wrappers.forward import WrapperStore
 
 
 class SequentialStore(WrapperStore):
-    """A store without `parallel_writes` that fails every write out of order or beside another one of the same blob."""
+    """A store without `parallel_writes` that fails every write out of order or beside another one of the same blob.
+
+    It says that one blob takes `streams_per_blob` streams, which only tells callers how many blobs to write at once.
+    """
+
+    def __init__(self, inner: Store, *, streams_per_blob: int = 1) -> None:
+        super().__init__(inner)
+        self._streams_per_blob = streams_per_blob
 
     @property
     def capabilities(self) -> Capabilities:
         """Those of the inner store without `parallel_writes`."""
-        return replace(self.inner.capabilities, parallel_writes=False)
+        return replace(self.inner.capabilities, parallel_writes=False, streams_per_blob=self._streams_per_blob)
 
     def create_blob(self, key: str, *, nbytes: int | None) -> BlobWriter:
         """Forward; the writer checks the order."""

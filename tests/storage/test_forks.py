@@ -1,0 +1,103 @@
+"""Object stores in processes started by a process that has used one (B043)."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import signal
+from typing import Any
+
+import pytest
+
+from anyshard.errors import StorageError
+from anyshard.storage.object_store.opening import open_object_store
+from anyshard.storage.object_store.store import ObjectStore
+from anyshard.storage.protocol import Store
+from anyshard.testing.store_fixtures import keys_below, pattern, write_blob
+from tests.servers import S3Server
+
+TIMEOUT_S = 60.0
+FORK_WARNINGS = "ignore:.*fork.*:DeprecationWarning"
+
+needs_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="s3fs is not installed")
+
+
+def write_anew(url: str, options: dict[str, Any], key: str) -> None:
+    """Open the place in this process and write a blob; the process ends with an error otherwise."""
+    signal.alarm(int(TIMEOUT_S))
+    store = open_object_store(url, options)
+    write_blob(store, key, pattern(100_000))
+    assert pattern(100_000) == store.read(key, max_nbytes=100_000)
+
+
+def use_inherited(store: Store, writer: Any) -> None:
+    """Use and let go of what the parent has opened, all of which must be refused and none of which may be freed."""
+    signal.alarm(int(TIMEOUT_S))
+    verbs = (
+        lambda: store.list(""),
+        lambda: store.create("c", b"", token="t"),
+        lambda: store.open_blob("a"),
+        lambda: store.delete(("a",)),
+        lambda: writer.write_at(0, memoryview(b"x")),
+        lambda: store.create_blob("d", nbytes=1 << 30),
+    )
+    for verb in verbs:
+        with pytest.raises(StorageError, match="a fork of it.*spawn"):
+            verb()
+    writer.__exit__(None, None, None)
+
+
+def run(method: str, target: Any, *args: Any) -> int | None:
+    """The exit code of a process started by this method."""
+    process = multiprocessing.get_context(method).Process(target=target, args=args)
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return process.exitcode
+
+
+def open_used(server: S3Server) -> ObjectStore:
+    """A store that this process has used."""
+    store = open_object_store(f"s3://{server.make_bucket()}/my run", {**server.options, "part_nbytes": 5 << 20})
+    assert isinstance(store, ObjectStore)
+    write_blob(store, "a", b"content")
+    return store
+
+
+@pytest.mark.filterwarnings(FORK_WARNINGS)
+@pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=needs_s3fs)])
+def test_children_reach_the_same_place(seaweedfs: S3Server, method: str) -> None:
+    """A process started by spawn or fork opens the place anew and writes; the parent goes on working and sees it."""
+    store = open_used(seaweedfs)
+    assert run(method, write_anew, store.url, seaweedfs.options, "data/b") == 0
+    write_blob(store, "data/c", b"more")
+    assert ("data/b", "data/c") == keys_below(store, "data/")
+
+
+@pytest.mark.filterwarnings(FORK_WARNINGS)
+def test_an_inherited_store_is_refused(seaweedfs: S3Server) -> None:
+    """A fork gets a clear error from what its parent has opened, a running upload too, and the parent's goes on unharmed."""
+    store, data = open_used(seaweedfs), pattern(12 << 20)
+    with store.create_blob("data/b", nbytes=len(data)) as writer:
+        writer.write_at(0, memoryview(data)[: 8 << 20])
+        assert run("fork", use_inherited, store, writer) == 0
+        writer.write_at(8 << 20, memoryview(data)[8 << 20 :])
+        writer.finish()
+    assert data == store.read("data/b", max_nbytes=len(data))
+
+
+def _open_without_package(url: str, options: dict[str, Any]) -> None:
+    signal.alarm(int(TIMEOUT_S))
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name == "s3fs" else find(name, *rest)
+    with pytest.raises(StorageError, match=r"fork.*found no s3fs.*spawn.*anyshard\[fsspec\]"):
+        open_object_store(url, options)
+
+
+@pytest.mark.filterwarnings(FORK_WARNINGS)
+def test_a_fork_without_the_package_says_what_to_do(moto_s3: S3Server) -> None:
+    """Where fsspec's package for the service is missing, the error says so and names both ways out."""
+    store = open_used(moto_s3)
+    assert run("fork", _open_without_package, store.url, moto_s3.options) == 0

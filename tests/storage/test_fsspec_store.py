@@ -1,0 +1,526 @@
+"""The store on fsspec: the contract on three kinds of backends, and whole saves and loads through it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import os
+import signal
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from aiobotocore.session import AioSession  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+import anyshard
+from anyshard.errors import (
+    BlobExists,
+    BlobNotFound,
+    CheckpointExists,
+    CheckpointReplaced,
+    InvalidOption,
+    InvalidPath,
+    StorageDenied,
+    StorageError,
+    StorageFull,
+    StorageUnavailable,
+    StorageUnguarded,
+)
+from anyshard.storage.fsspec_store import FsspecStore, open_fsspec_store, opening, to_s3fs_options
+from anyshard.storage.fsspec_store.writer import WHOLE_NBYTES
+from anyshard.storage.retry import RetryPolicy
+from anyshard.storage.wrappers import FaultStore, Rule, Verb, fail
+from anyshard.testing.store_contract import MakeStore, StoreContract
+from anyshard.testing.store_fixtures import in_threads, keys_below, pattern, read_range, write_blob
+from tests.servers import S3Server
+
+LONG_NBYTES = WHOLE_NBYTES + 12_345
+
+Places = Callable[[], FsspecStore]
+
+
+def numbered(root: str, options: dict[str, Any] | None = None) -> Places:
+    """Each call opens the store at another place below `root`."""
+    numbers = itertools.count()
+    return lambda: open_fsspec_store(f"{root}/step_{next(numbers)}", options or {})
+
+
+def in_memory() -> Places:
+    return numbered(f"memory://test-{uuid.uuid4().hex}")
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return in_memory()
+
+
+class TestLocal(StoreContract):
+    @pytest.fixture
+    def make_store(self, quick_path: Path) -> MakeStore:
+        return numbered(f"file://{quick_path}")
+
+
+@pytest.fixture(scope="module")
+def session() -> AioSession:
+    """What s3fs otherwise reads from files for each new store, most of the time that a test would take."""
+    return AioSession()
+
+
+class TestS3(StoreContract):
+    @pytest.fixture
+    def make_store(self, moto_s3: S3Server, session: AioSession) -> MakeStore:
+        return numbered(f"s3://{moto_s3.make_bucket()}/run", {**to_s3fs_options(moto_s3.options), "session": session})
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def make_place(request: pytest.FixtureRequest, quick_path: Path) -> Places:
+    """A new place at each call, on each kind of backend in turn."""
+    if request.param == "memory":
+        return in_memory()
+    if request.param == "file":
+        return numbered(f"file://{quick_path}")
+    server: S3Server = request.getfixturevalue("seaweedfs")
+    options = {**to_s3fs_options(server.options), "session": request.getfixturevalue("session")}
+    return numbered(f"s3://{server.make_bucket()}/run", options)
+
+
+# Blobs too long to be handed over whole -------------------------------------------------------------------------------
+
+
+def write_pieces(store: FsspecStore, key: str, data: bytes, nbytes: int | None) -> None:
+    with store.create_blob(key, nbytes=nbytes) as writer:
+        for position in range(0, len(data), 1 << 22):
+            writer.write_at(position, memoryview(data)[position : position + (1 << 22)])
+        writer.finish()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_long_blob(make_place: Places, known: bool) -> None:
+    """A blob longer than what is held is streamed and read back, its length known or not."""
+    store, data = make_place(), pattern(LONG_NBYTES)
+    write_pieces(store, "data/a", data, LONG_NBYTES if known else None)
+    assert data[-20_000:] == read_range(store, "data/a", LONG_NBYTES - 20_000, 20_000)
+    assert [entry.nbytes for entry in store.list("data/").entries] == [LONG_NBYTES]
+
+
+def test_long_blob_given_up_is_gone(make_place: Places) -> None:
+    """A streamed blob that is given up leaves nothing, and its key is free."""
+    store, data = make_place(), pattern(LONG_NBYTES)
+    with pytest.raises(KeyError), store.create_blob("data/a", nbytes=2 * LONG_NBYTES) as writer:
+        writer.write_at(0, memoryview(data))
+        raise KeyError
+    assert keys_below(store, "data/") == ()
+    write_blob(store, "data/a", b"again")
+    assert store.read("data/a", max_nbytes=5) == b"again"
+
+
+def test_long_blob_does_not_replace(make_place: Places) -> None:
+    """A key that another writer took while a long blob was streamed keeps that writer's content, also after giving up."""
+    store, data = make_place(), pattern(LONG_NBYTES)
+    with pytest.raises(StorageError), store.create_blob("data/a", nbytes=LONG_NBYTES) as writer:
+        writer.write_at(0, memoryview(data)[:-1])
+        store.delete(("data/a",))
+        store.create("data/a", b"theirs", token="t")
+        writer.write_at(LONG_NBYTES - 1, memoryview(data)[-1:])
+        writer.finish()
+    assert store.read("data/a", max_nbytes=6) == b"theirs"
+
+
+def test_two_threads_share_a_store(make_place: Places) -> None:
+    """Writers and readers on one store at once do not disturb each other."""
+    store = make_place()
+    store.prepare(("data/",))
+    contents = [pattern(300_000, seed) for seed in range(4)]
+
+    def task(number: int) -> Callable[[], object]:
+        def run() -> bytes:
+            write_blob(store, f"data/{number}", contents[number])
+            return b"".join(read_range(store, f"data/{number}", position, 100_000) for position in (0, 100_000, 200_000))
+
+        return run
+
+    assert contents == in_threads([task(number) for number in range(4)])
+
+
+def test_replaced_blob_is_found(make_place: Places) -> None:
+    """Reading on from a blob whose key was deleted, or taken by other content, is `CheckpointReplaced`."""
+    store = make_place()
+    write_blob(store, "data/a", pattern(1000))
+    with store.open_blob("data/a") as reader:
+        store.delete(("data/a",))
+        with pytest.raises(CheckpointReplaced, match="removed"):
+            reader.read_into(0, memoryview(bytearray(10)))
+        write_blob(store, "data/a", pattern(1000, seed=1))
+        with pytest.raises(CheckpointReplaced, match="replaced"):
+            reader.read_into(0, memoryview(bytearray(10)))
+
+
+def test_put_replaces(make_place: Places) -> None:
+    """`put` writes a key that is free and one that is taken, and leaves nothing else."""
+    store = make_place()
+    store.prepare(())
+    for data in (b"first", b"second, longer", b""):
+        store.put("a", data, token="t")
+        assert store.read("a", max_nbytes=100) == data
+    assert keys_below(store, "") == ("a",)
+
+
+def test_prepare_makes_no_bucket(seaweedfs: S3Server) -> None:
+    """A bucket that does not exist is not made, and writing there says so."""
+    store = open_fsspec_store(f"s3://none-{uuid.uuid4().hex[:8]}/run", to_s3fs_options(seaweedfs.options))
+    store.prepare(("data/",))
+    with pytest.raises(StorageError, match="bucket does not exist"):
+        store.create("a", b"x", token="t")
+
+
+def test_upload_given_up_leaves_no_parts(seaweedfs: S3Server) -> None:
+    """Giving up a blob of which parts were sent aborts its upload, so that nobody pays for them."""
+    bucket, options = seaweedfs.make_bucket(), to_s3fs_options(seaweedfs.options)
+    store = open_fsspec_store(f"s3://{bucket}/run", options)
+    with store.create_blob("data/a", nbytes=3 * WHOLE_NBYTES) as writer:
+        writer.write_at(0, memoryview(pattern(2 * WHOLE_NBYTES)))
+        filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **options)
+        assert len(filesystem.list_multipart_uploads(bucket)) == 1
+    assert filesystem.list_multipart_uploads(bucket) == []
+
+
+# Backends of fsspec that can do little -------------------------------------------------------------------------------
+
+
+class PlainFile(io.RawIOBase):
+    """A stream as of a client for files on a server: no descriptor, nothing to discard, and it may write less than asked."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return int(self.inner.write(data[:1_000_000]))
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation("fileno")
+
+    def close(self) -> None:
+        self.inner.close()
+        super().close()
+
+
+class PlainFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Files on a disk through the least that a filesystem class of fsspec has, as it is with those for SFTP, SMB or HDFS."""
+
+    protocol = "plain"
+    full = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.disk = LocalFileSystem()
+
+    def info(self, path: str) -> dict[str, Any]:
+        found = self.disk.info(path)
+        return {name: found[name] for name in ("name", "size", "type", "mtime")}
+
+    def ls(self, path: str, detail: bool = True) -> list[Any]:
+        return [self.info(name) if detail else name for name in self.disk.ls(path, detail=False)]
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self.disk.makedirs(path, exist_ok=exist_ok)
+
+    def rm_file(self, path: str) -> None:
+        self.disk.rm_file(path)
+
+    def mv(self, path1: str, path2: str) -> None:
+        if self.disk.exists(path2):
+            raise OSError(errno.EIO, "the server refused")
+        self.disk.mv(path1, path2)
+
+    def _open(self, path: str, mode: str = "rb", **_options: Any) -> Any:
+        if self.full and mode == "wb":
+            raise OSError(errno.ENOSPC, "no space")
+        return PlainFile(self.disk.open(path, mode)) if mode == "wb" else self.disk.open(path, mode)
+
+
+@pytest.fixture
+def plain(quick_path: Path) -> Iterator[FsspecStore]:
+    """A store on `PlainFileSystem`."""
+    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
+    store = open_fsspec_store(f"plain://{quick_path}/run/step_1", {})
+    store.prepare(("data/",))
+    yield store
+    PlainFileSystem.full = False
+
+
+def test_backend_that_looks_and_writes_is_unguarded(plain: FsspecStore) -> None:
+    """A class with fsspec's own way to create is known not to refuse a taken key, and says so instead of pretending."""
+    assert plain.capabilities.guarded is False
+    with pytest.raises(StorageUnguarded):
+        plain.create("a", b"x", token="t")
+
+
+def test_save_and_load_on_a_plain_backend(plain: FsspecStore) -> None:
+    """Streams without a descriptor are enough for a save (B010); overwriting is refused, deleting is not."""
+    state, found = model_state(1), model_state(2)
+    report = anyshard.save(plain, state)
+    anyshard.load(plain, found)
+    assert same(state, found)
+    assert report.nbytes > 0
+    with pytest.raises(StorageUnguarded):
+        anyshard.save(plain, state, overwrite=True)
+    anyshard.ops.delete(plain)
+    with pytest.raises(anyshard.CheckpointNotFound):
+        anyshard.load(plain, found)
+
+
+def test_put_on_a_plain_backend(plain: FsspecStore) -> None:
+    """`put` moves a whole file into place, also where a move never replaces one, and leaves no temporary name."""
+    for data in (b"first", b"second"):
+        plain.put("a", data, token="t")
+        assert plain.read("a", max_nbytes=10) == data
+    assert keys_below(plain, "") == ("a",)
+
+
+def test_blobs_on_a_plain_backend(plain: FsspecStore) -> None:
+    """Short and long blobs are written whole, one that is given up is removed, and a taken key is kept."""
+    for key, nbytes in (("data/a", 1000), ("data/b", LONG_NBYTES)):
+        write_blob(plain, key, pattern(nbytes))
+        assert pattern(nbytes) == plain.read(key, max_nbytes=nbytes)
+        with pytest.raises(BlobExists):
+            write_blob(plain, key, b"other")
+    with plain.create_blob("data/c", nbytes=2 * LONG_NBYTES) as writer:
+        writer.write_at(0, memoryview(pattern(LONG_NBYTES)))
+    assert keys_below(plain, "data/") == ("data/a", "data/b")
+
+
+def test_directories_stay_on_a_plain_backend(plain: FsspecStore) -> None:
+    """Where removing a directory may take its content along, none is ever removed."""
+    plain.delete(("data/",))
+    assert plain.list("").prefixes == ("data/",)
+
+
+def test_full_backend(plain: FsspecStore) -> None:
+    """No space left is `StorageFull`."""
+    PlainFileSystem.full = True
+    with pytest.raises(StorageFull):
+        write_blob(plain, "data/a", b"x")
+
+
+# Errors, names and options --------------------------------------------------------------------------------------------
+
+
+class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]  # as above
+    """Raises what a test asks for."""
+
+    protocol = "failing"
+    error: Exception = OSError()
+
+    def info(self, path: str, **_options: Any) -> dict[str, Any]:
+        raise self.error
+
+
+class EndpointConnectionError(Exception):
+    """As botocore names it, and no OSError."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError("x"), BlobNotFound),
+        (PermissionError("x"), StorageDenied),
+        (OSError(errno.EROFS, "x"), StorageDenied),
+        (OSError(errno.EDQUOT, "x"), StorageFull),
+        (OSError(errno.EBUSY, "slow down"), StorageUnavailable),
+        (ConnectionResetError("x"), StorageUnavailable),
+        (TimeoutError(), StorageUnavailable),
+        (EndpointConnectionError("x"), StorageUnavailable),
+        (RuntimeError("odd"), StorageError),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
+)
+def test_errors_are_translated_once(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[StorageError]) -> None:
+    """Each error of a backend becomes the one that fits, which names the key."""
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    monkeypatch.setattr(FailingFileSystem, "error", error)
+    monkeypatch.setattr(opening, "_POLICY", RetryPolicy(max_attempts=2, first_pause_s=0))
+    with pytest.raises(StorageError) as caught:
+        open_fsspec_store("failing://run", {}).open_blob("data/a")
+    assert (type(caught.value), caught.value.file) == (kind, "data/a")
+    assert caught.value.__cause__ in (error, None if kind is StorageUnavailable else error)
+
+
+def test_passing_faults_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that fails once is made again, and nobody hears of it."""
+    store = in_memory()()
+    write_blob(store, "a", b"content")
+    answers = iter([ConnectionResetError("x"), TimeoutError()])
+    inner = MemoryFileSystem.info
+
+    def info(self: MemoryFileSystem, path: str) -> dict[str, Any]:
+        for error in answers:
+            raise error
+        return dict(inner(self, path))
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    assert store.read("a", max_nbytes=7) == b"content"
+
+
+def test_credentials_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither names nor messages hold what the URL or the options say of credentials."""
+    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
+    monkeypatch.setattr(FailingFileSystem, "error", OSError("GET http://me:hunter2@host/a?sig=hunter2 with key hunter3"))
+    options = {"secret_key": "hunter3", "endpoint_url": "http://me:hunter2@host"}
+    store = open_fsspec_store("failing://me:hunter2@host/run?sig=hunter2", options)
+    with pytest.raises(StorageError) as caught:
+        store.read("a", max_nbytes=1)
+    assert "hunter" not in f"{store.url} {store.site} {caught.value}"
+    assert store.url == "failing://host/run"
+
+
+def test_container_stays_in_the_name() -> None:
+    """What stands before the @ of an Azure URL is no credential."""
+    assert opening._show("abfs://container@account.host/run/", "abfs") == "abfs://container@account.host/run"
+
+
+def test_wrong_options_are_named() -> None:
+    """Options that the filesystem refuses are `InvalidOption` at the first use."""
+    with pytest.raises(InvalidOption, match="storage_options"):
+        open_fsspec_store("s3://bucket/run", {"max_concurrency": 0}).list("")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "smb://host/run", "nothing-of-the-kind://run"])
+def test_bad_urls(url: str) -> None:
+    """No bucket, a scheme whose package is not installed, and an unknown scheme are `InvalidPath`."""
+    with pytest.raises(InvalidPath):
+        open_fsspec_store(url, {})
+
+
+def test_options_for_s3fs() -> None:
+    """Names of s3:// become those of s3fs, a provider is asked, tuning is passed over, what has no name there is refused."""
+    options = {
+        "endpoint": "http://host",
+        "region": "here",
+        "credential_provider": lambda: {"access_key_id": "a", "secret_access_key": "b", "token": "c", "expires_at": None},
+        "request_timeout_s": 7,
+        "streams_per_blob": 4,
+    }
+    assert to_s3fs_options(options) == {
+        "endpoint_url": "http://host",
+        "client_kwargs": {"region_name": "here"},
+        "key": "a",
+        "secret": "b",
+        "token": "c",
+        "config_kwargs": {"read_timeout": 7},
+    }
+    with pytest.raises(InvalidOption, match="sse_kms"):
+        to_s3fs_options({"sse_kms_key_id": "x"})
+
+
+# Forks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_fork_after_use(make_place: Places) -> None:
+    """A child of a process that has used a store writes through it, and the parent goes on."""
+    store = make_place()
+    store.prepare(("data/",))
+    write_blob(store, "data/parent", b"before")
+    in_child(lambda: write_blob(store, "data/child", b"child") if "memory" not in store.url else None)
+    write_blob(store, "data/after", store.read("data/parent", max_nbytes=6))
+    assert {"data/parent", "data/after"} <= set(keys_below(store, "data/"))
+    if "memory" not in store.url:
+        assert store.read("data/child", max_nbytes=5) == b"child"
+
+
+def in_child(task: Callable[[], object]) -> None:
+    """Run in a fork of this process; its failure, or one minute without an end, fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # there are threads here, which is what is tested
+        child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        try:
+            task()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# Whole saves and loads ------------------------------------------------------------------------------------------------
+
+
+def model_state(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
+    return {"model": model, "extra": {"step": seed}}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = zip(one["model"].parameters(), other["model"].parameters(), strict=True)
+    return one["extra"] == other["extra"] and all(torch.equal(left, right) for left, right in pairs)
+
+
+def test_save_and_load(make_place: Places) -> None:
+    """A model saved to a store of fsspec loads bit for bit; a second save is refused, one that overwrites wins."""
+    store = make_place()
+    first, second, found = model_state(1), model_state(2), model_state(3)
+    anyshard.save(store, first)
+    anyshard.load(store, found)
+    assert same(first, found)
+    with pytest.raises(CheckpointExists):
+        anyshard.save(store, second)
+    anyshard.save(store, second, overwrite=True)
+    anyshard.load(store, found)
+    assert same(second, found)
+    anyshard.ops.delete(store)
+    with pytest.raises(anyshard.CheckpointNotFound):
+        anyshard.load(store, found)
+    report = anyshard.ops.clean(store, older_than_s=0, grace_s=0)
+    assert report.in_progress == ()
+
+
+def test_leftovers_are_cleaned(make_place: Places) -> None:
+    """Files of a save that died are removed by clean, the checkpoint beside them stays."""
+    store, found = make_place(), model_state(2)
+    anyshard.save(store, model_state(1))
+    failing = FaultStore(store, [Rule(Verb.CREATE, "manifest-*", fail(StorageError("lost", file="")))])
+    with pytest.raises(anyshard.AnyshardError):
+        anyshard.save(failing, model_state(3), overwrite=True)
+    anyshard.ops.clean(store, older_than_s=0, grace_s=0)
+    anyshard.load(store, found)
+    assert same(model_state(1), found)
+
+
+def test_only_the_url_changes(quick_path: Path, seaweedfs: S3Server) -> None:
+    """The same calls save to memory, a disk and S3, each named by its URL only (B157)."""
+    places = {
+        f"memory://run-{uuid.uuid4().hex}/step_1": {},
+        f"fsspec+file://{quick_path}/step_1": {},
+        f"fsspec+s3://{seaweedfs.make_bucket()}/step_1": to_s3fs_options(seaweedfs.options),
+    }
+    for place, options in places.items():
+        state, found = model_state(4), model_state(5)
+        anyshard.save(place, state, options=anyshard.SaveOptions(storage_options=options))
+        anyshard.load(place, found, options=anyshard.LoadOptions(storage_options=options))
+        assert same(state, found)
+
+
+def test_copied_checkpoint_is_complete(quick_path: Path) -> None:
+    """A checkpoint copied from a disk to another backend, file by file, is as good there (B143)."""
+    state, found = model_state(6), model_state(7)
+    anyshard.save(quick_path / "step_1", state)
+    place = f"memory://copy-{uuid.uuid4().hex}/step_1"
+    fsspec.filesystem("memory").put(f"{quick_path}/step_1", place, recursive=True)
+    anyshard.load(place, found)
+    assert same(state, found)
+    anyshard.ops.clean(place, older_than_s=0, grace_s=0)
+    anyshard.load(place, found)
