@@ -129,13 +129,17 @@ def test_a_lost_answer_and_a_record_that_is_read_late() -> None:
 
 
 def test_given_up_and_never_seen() -> None:
-    """On a guarded store that is a save that does not exist, once the visibility timeout is over."""
-    clock = Clock()
+    """A request that was given up may take effect at any time: the outcome is unknown, every file stays, and then it exists."""
+    clock, inner = Clock(), MemoryStore()
     began_s = clock.now_s
-    store = FaultStore(MemoryStore(), [Rule(Verb.CREATE, "manifest-*", fail(DOWN))])
-    with pytest.raises(StorageUnavailable) as caught:
-        publish(store, ready(store), patience=make_patience(clock))
-    assert (DOWN, 10) == (caught.value, pytest.approx(clock.now_s - began_s))
+    store = FaultStore(inner, [Rule(Verb.CREATE, "manifest-*", fail(DOWN))])
+    attempt = begin(store, sections=("model",), overwrite=False)
+    manifest = write_attempt(store, attempt)
+    with pytest.raises(CommitOutcomeUnknown, match="nothing was deleted") as caught, abandoning(store, attempt):
+        publish(store, manifest, patience=make_patience(clock))
+    assert (DOWN, 10) == (caught.value.__cause__, pytest.approx(clock.now_s - began_s))
+    inner.create(manifest_name(1), encode_manifest(manifest), token="late")
+    assert 1 == verdict(inner)
 
 
 def test_said_to_exist_and_never_seen() -> None:

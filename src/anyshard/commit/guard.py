@@ -1,4 +1,7 @@
-"""Guards: whether the create-if-absent of a store can be relied upon, found out by trying, once per site and process."""
+"""Guards: whether the create-if-absent of a store can be relied upon, found out by trying, once per site.
+
+The checkpointer keeps them for all saves of the process; an offline operation makes its own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from queue import SimpleQueue
 from typing import Final, final
 
 from anyshard.commit.probe import make_probe_id, survey_ground
-from anyshard.errors import BlobExists, StorageError, StorageUnguarded
+from anyshard.commit.publish import PATIENT
+from anyshard.errors import BlobExists, BlobNotFound, StorageError, StorageUnguarded
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.names import index_name
 from anyshard.storage.protocol import Store
@@ -119,7 +123,14 @@ def _is_first_kept(store: Store, key: str) -> bool:
     first, second = _content(key, 1), _content(key, 2)
     if not _is_created(store, key, first):
         raise StorageError(f"{store.url}: {key}: expected a name that nobody has used to be free, found it taken", file=key)
-    return not _is_created(store, key, second) and store.read(key, max_nbytes=_MAX_NBYTES) == first
+    return not _is_created(store, key, second) and _read_back(store, key) == first
+
+
+def _read_back(store: Store, key: str) -> bytes:
+    for _ in PATIENT.looks():  # where reads lag behind writes
+        with suppress(BlobNotFound):
+            return store.read(key, max_nbytes=_MAX_NBYTES)
+    return store.read(key, max_nbytes=_MAX_NBYTES)
 
 
 def _wins_once(store: Store, key: str) -> bool:

@@ -105,8 +105,8 @@ def create_record(store: Store, manifest: Manifest, *, patience: Patience = PATI
 
     After any error, "exists" included, the record is read back: ours is success (the answer was lost), another's is
     `CommitConflict`, none is the store's error, and one that stays unreadable is `CommitOutcomeUnknown`. After "exists" or
-    `StorageUnavailable` "none" has to last for `visibility_timeout_s`. And after "exists", or where the store is not `guarded`,
-    it is no answer at all: a request that was given up may still take effect there, and replace what another writer makes.
+    `StorageUnavailable` "none" is no answer: the record is looked for during `visibility_timeout_s`, and then the outcome is
+    unknown. For the request that was given up may still be on its way, and make a checkpoint of files that nobody may delete.
     """
     data = encode_manifest(manifest)
     try:
@@ -150,9 +150,7 @@ def _comes_up(store: Store, generation: int, data: bytes, *, patience: Patience,
                 raise superseded(store, generation, newest)
         if _is_there(store, generation, data, patience):
             return True
-    if isinstance(error, BlobExists) or not store.capabilities.guarded:
-        raise _unknown(store, generation, error) from error
-    return False
+    raise _unknown(store, generation, error) from error
 
 
 def _is_there(store: Store, generation: int, data: bytes, patience: Patience) -> bool:

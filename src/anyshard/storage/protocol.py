@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do; the same for as long as the object lives.
+    """What a store can do; the same for as long as the object lives, but for a `guarded` that turns out to be false.
 
     `parallel_writes`: `write_at` may be called in any order and from several threads. `guarded`: `create` really is
     create-if-absent; None: it asks for that, and nobody knows yet whether it is heard (see commit/guard.py).
