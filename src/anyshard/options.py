@@ -67,7 +67,7 @@ class SaveOptions:
     max_in_flight: int = 1
     exit_timeout_s: float = 600.0
     require_guarded: bool = False
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold credentials
 
     def __post_init__(self) -> None:
         _check_counts(self, "byte_budget", "block_nbytes", "threads", "max_blob_nbytes", "max_in_flight")
@@ -103,7 +103,7 @@ class LoadOptions:
     block_nbytes: int = 8 * MIB
     threads: int = field(default_factory=default_threads)
     timeout_s: float = TIMEOUT_S
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)  # it may hold credentials
 
     def __post_init__(self) -> None:
         _check(self, "storage_options", isinstance(self.storage_options, Mapping), "a mapping")

@@ -85,6 +85,16 @@ class LoadReport:
     created: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        step = "no step" if self.step is None else f"step {self.step}"
+        lists = ("missing", "unexpected", "not_asked_for", "created")
+        counts = "".join(f", {len(found)} {name}" for name in lists if (found := getattr(self, name)))
+        warnings = "".join(f"\n  {warning}" for warning in self.warnings)
+        return (
+            f"{self.url}: {step}, {self.num_tensors} tensors, {self.nbytes / 1e6:.1f} MB filled on this rank in "
+            f"{self.duration_s:.3f} s{counts}{warnings}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LoadForecast:

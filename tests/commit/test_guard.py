@@ -311,3 +311,12 @@ def test_creates_of_an_unguarded_store() -> None:
     gone = UnguardedStore(FaultStore(inner, [Rule(Verb.READ, "b", do_before(lambda: inner.delete(["b"])), nth=2)]))
     with pytest.raises(StorageUnavailable, match="expected to read back"):
         gone.create("b", b"ours", token="x")
+
+
+def test_a_store_that_cannot_read_parts_is_found_out() -> None:
+    """Before there is a checkpoint that could not be loaded from it; and the probe is gone."""
+    inner = HonouringStore(MemoryStore())
+    store = FaultStore(inner, [Rule(Verb.READ_INTO, "*", fail(StorageError("non-partial response", file="a")))])
+    with pytest.raises(StorageError, match="non-partial"):
+        Guards().settle(store, required=False)
+    assert () == inner.list("").entries

@@ -8,8 +8,8 @@ import pytest
 
 from anyshard.commit.attempt import abandoning, begin
 from anyshard.commit.publish import Patience, create_record, publish
-from anyshard.commit.resolve import resolve
-from anyshard.errors import BlobExists, BlobNotFound, CommitConflict, CommitOutcomeUnknown, StorageUnavailable
+from anyshard.commit.resolve import MAX_UNLISTED, look, resolve
+from anyshard.errors import BlobExists, BlobNotFound, CommitConflict, CommitOutcomeUnknown, StorageError, StorageUnavailable
 from anyshard.records.manifest import BlobEntry, Manifest, encode_manifest
 from anyshard.records.names import blob_name, manifest_name
 from anyshard.storage.memory import MemoryStore
@@ -261,3 +261,16 @@ def test_requests_of_a_publish(guarded: bool) -> None:
     after = {verb: calls - before.get(verb, 0) for verb, calls in count_requests(store).items()}
     expected = {"list": 3, "read": 1, "create": 1} if guarded else {"list": 3, "read": 3, "put": 1}
     assert expected == {verb: calls for verb, calls in after.items() if calls}
+
+
+def test_what_answers_everything_is_no_store() -> None:
+    """A server that has content under every name ends the search, with what to check."""
+
+    class Portal(MemoryStore):
+        def read(self, key: str, *, max_nbytes: int) -> bytes:
+            return b"<html>log in</html>"
+
+    store = CountingStore(Portal())
+    with pytest.raises(StorageError, match="Check the endpoint"):
+        look(store)
+    assert MAX_UNLISTED == store.count(Verb.READ).calls

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 
 import pytest
 
 from anyshard.engine.crew import Crew, Patience, StorageStuck
-from anyshard.errors import LimitExceeded
+from anyshard.errors import LimitExceeded, StorageUnavailable
 
 from .scene import CtrlC, join_threads
 
@@ -188,3 +189,21 @@ def test_at_rest_runs_on_a_thread_of_the_crew_before_the_owner_leaves() -> None:
     with Crew(2, name="test", patience=Patience(), at_rest=lambda: names.append(threading.current_thread().name)):
         pass
     assert ["test-0"] == names
+
+
+def test_calls_that_fail_are_no_progress() -> None:
+    """A store that answers every call with an error does not keep the owner waiting: only what succeeds does."""
+    is_over = threading.Event()
+
+    def fail_again_and_again() -> None:
+        while not is_over.wait(0.01):
+            with suppress(StorageUnavailable), crew.call("write", file="a"):
+                raise StorageUnavailable("busy", file="a")
+
+    crew = Crew(1, name="test", patience=IMPATIENT)
+    try:
+        with pytest.raises(StorageStuck), crew:
+            crew.submit(fail_again_and_again)
+            crew.finish(lambda: None)
+    finally:
+        is_over.set()

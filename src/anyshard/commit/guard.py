@@ -115,15 +115,27 @@ def _probe_key(store: Store, generation: int) -> Iterator[str]:
     finally:
         try:
             store.delete([key])
-        except StorageError:
-            logger.warning("%s: %s, made to try out the store, could not be removed", store.url, key, exc_info=True)
+        except StorageError as error:
+            logger.warning("%s: %s, made to try out the store, could not be removed: %s", store.url, key, error)
 
 
 def _is_first_kept(store: Store, key: str) -> bool:
     first, second = _content(key, 1), _content(key, 2)
     if not _is_created(store, key, first):
         raise StorageError(f"{store.url}: {key}: expected a name that nobody has used to be free, found it taken", file=key)
-    return not _is_created(store, key, second) and _read_back(store, key) == first
+    is_kept = not _is_created(store, key, second) and _read_back(store, key) == first
+    if is_kept:
+        _check_ranges(store, key, first)
+    return is_kept
+
+
+def _check_ranges(store: Store, key: str, data: bytes) -> None:
+    """Some servers cannot read a part of a key as they should: better to know before there is a checkpoint to load."""
+    found = bytearray(len(data) - 2)
+    with store.open_blob(key) as reader:
+        reader.read_into(1, memoryview(found))
+    if found != data[1:-1]:
+        raise StorageError(f"{store.url}: {key}: expected to read back a part of it, found other bytes. Use another store", file=key)
 
 
 def _read_back(store: Store, key: str) -> bytes:

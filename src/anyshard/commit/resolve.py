@@ -13,6 +13,7 @@ from anyshard.errors import (
     CheckpointNotFound,
     CheckpointReplaced,
     NotACheckpoint,
+    StorageError,
 )
 from anyshard.records.digests import digest_bytes, is_digest
 from anyshard.records.manifest import Manifest, StepState, decode_manifest
@@ -26,6 +27,8 @@ DIGEST_LINE_NBYTES = 64
 PENDING_S = 600.0
 # How often a step is looked at anew while others replace its records.
 LOOKS = 5
+# How many generations a listing may lag behind.
+MAX_UNLISTED = 64
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +96,17 @@ def look(store: Store) -> tuple[StepListing, Record | None]:
 
 def _read_newest(store: Store, listing: StepListing) -> Record | None:
     # A listing may lag behind reads, so the generations after the listed ones are asked for by name until one is absent.
-    newest, generation = None, listing.newest
-    while (later := read_record(store, generation + 1)) is not None:
-        newest, generation = later, generation + 1
-    return newest if newest is not None or not generation else read_record(store, generation)
+    newest = None
+    for generation in range(listing.newest + 1, listing.newest + 1 + MAX_UNLISTED):
+        later = read_record(store, generation)
+        if later is None:
+            return newest if newest is not None or not listing.newest else read_record(store, listing.newest)
+        newest = later
+    raise StorageError(
+        f"{store.url}: expected a store, found something that gives content for {MAX_UNLISTED} names that its listing does not "
+        "have. Check the endpoint: a web server or a proxy that answers every request is none",
+        file=manifest_name(listing.newest + 1),
+    )
 
 
 def _find_whole(store: Store, listing: StepListing, newest: Record, pending_s: float) -> Record:

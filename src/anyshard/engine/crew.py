@@ -69,7 +69,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
         self._num_threads = 0
         self._num_busy = 0  # counted by the threads themselves, which no interrupt can reach
-        self._num_done = 0  # tasks and calls into the store, for whatever comes back is progress
+        self._num_done = 0  # tasks, and calls into the store that succeed: those are progress
         self._is_over = False
         self._failure: BaseException | None = None
         self._calls: dict[int, Call] = {}
@@ -142,10 +142,10 @@ class Crew:
         self._calls[me] = Call(verb, file, position, time.monotonic())
         try:
             yield
-        finally:
-            del self._calls[me]
             with self._lock:
                 self._num_done += 1
+        finally:
+            del self._calls[me]
 
     def wait_for(self, attempt: Callable[[float], T | None], *, despite_failure: bool = False) -> T:
         """Repeat `attempt(timeout_s)` until it gives an answer; raises the crew's first error, or `StorageStuck`."""
