@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +21,9 @@ from anyshard.testing.layouts import make_mesh
 from anyshard.testing.training import fill_training
 
 T = TypeVar("T")
+
+# Every fourth moment at which something may come between is enough for most days.
+some_or_all = pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.long)])
 
 
 class Died(BaseException):

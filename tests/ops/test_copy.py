@@ -156,6 +156,17 @@ def test_a_torn_copy_by_another_program_is_completed(files: dict[str, bytes], ve
     assert (set(files) - set(lost), sum(len(files[name]) for name in lost)) == (set(report.kept), report.copied_nbytes)
 
 
+@pytest.mark.parametrize("verb", [Verb.CREATE_BLOB, Verb.WRITE_AT, Verb.FINISH])
+@pytest.mark.parametrize("action", [fail, lose_answer])
+def test_a_torn_copy_is_completed_through_a_passing_fault(files: dict[str, bytes], verb: Verb, action: Any) -> None:
+    """Storage that is unavailable for a moment has damaged nothing: where nothing is under the name, the file is sent again."""
+    name = names_of(files, FileKind.BLOB)[0]
+    inner = MemoryStore({key: data for key, data in files.items() if key != name})
+    rule = Rule(verb, name, action(StorageUnavailable("gone", file=name)), times=2)
+    ops.copy(MemoryStore(files), FaultStore(inner, [rule]))
+    assert files == inner.snapshot()
+
+
 def test_no_file_of_a_committed_checkpoint_is_removed(files: dict[str, bytes]) -> None:
     """A wrong file that a manifest names is named and stays, whatever its length."""
     name = names_of(files, FileKind.BLOB)[0]
@@ -234,7 +245,7 @@ def test_leftovers_of_this_copy_are_checked_and_wrong_ones_replaced(files: dict[
 def test_damage_at_the_source_is_found_before_it_is_written(files: dict[str, bytes]) -> None:
     """A flipped bit anywhere in any file ends the copy with that file's name, and nothing is published."""
     for name, data in files.items():
-        for position in [*range(0, len(data), 173), 1, 64, 125, len(data) - 1]:
+        for position in [*range(0, len(data), 397), 1, 64, 125, len(data) - 1]:
             damaged = bytearray(data)
             damaged[position] ^= 1 << position % 8
             target = MemoryStore()
@@ -439,4 +450,4 @@ def test_the_page_shows_what_works(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = (Path(__file__).parents[2] / "docs" / "copy.md").read_text(encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     exec(page.split("```python\n")[1].split("```")[0], {})
-    assert "step_100: step 100, 3 files of" in capsys.readouterr().out
+    assert ", 3 files of " in capsys.readouterr().out

@@ -16,7 +16,7 @@ from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers import Action, FaultStore, Rule, SequentialStore, Verb
 from anyshard.storage.wrappers.faults import fail, lose_answer
-from tests.ops.scenes import Died, MortalStore, is_sound, read_files, save_training
+from tests.ops.scenes import Died, MortalStore, is_sound, read_files, save_training, some_or_all
 
 VERBS = (
     Verb.PREPARE,
@@ -48,12 +48,15 @@ def copy_again(files: dict[str, bytes], target: Store) -> None:
 
 
 @pytest.mark.slow
+@some_or_all
 @pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("make", [LocalStore, lambda _: MemoryStore()], ids=["local", "memory"])
-def test_a_copy_that_dies_at_any_call(files: dict[str, bytes], tmp_path: Path, *, make: Any, is_done: bool) -> None:
+def test_a_copy_that_dies_at_any_call(
+    files: dict[str, bytes], quick_path: Path, *, make: Any, is_done: bool, stride: int
+) -> None:
     """Dead before or after each call at the target, it has published nothing or all; the next copy keeps what is whole."""
-    for number in count():
-        target = make(tmp_path / str(number))
+    for number in count(0, stride):
+        target = make(quick_path / str(number))
         mortal = MortalStore(target, number, is_done=is_done)
         try:
             ops.copy(MemoryStore(files), mortal, threads=1)
@@ -65,11 +68,12 @@ def test_a_copy_that_dies_at_any_call(files: dict[str, bytes], tmp_path: Path, *
 
 
 @pytest.mark.slow
-def test_two_deaths_in_a_row(files: dict[str, bytes], tmp_path: Path) -> None:
+@some_or_all
+def test_two_deaths_in_a_row(files: dict[str, bytes], quick_path: Path, stride: int) -> None:
     """What two dead copies left, claims and all, is finished and cleared by a third."""
-    for first in range(3, 40, 7):
-        for second in range(4, 40, 8):
-            target = LocalStore(tmp_path / f"{first}-{second}")
+    for first in range(3, 40, 5 * stride):
+        for second in range(4, 40, 5 * stride):
+            target = LocalStore(quick_path / f"{first}-{second}")
             for number in (first, second):
                 with pytest.raises(Died):
                     ops.copy(MemoryStore(files), MortalStore(target, number, is_done=True), threads=1)
@@ -77,15 +81,22 @@ def test_two_deaths_in_a_row(files: dict[str, bytes], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@some_or_all
 @pytest.mark.parametrize("at", ["source", "target"])
 @pytest.mark.parametrize("make", [fail, lose_answer])
 @pytest.mark.parametrize("kind", [StorageError, StorageUnavailable])
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_copy_that_fails_at_any_call(
-    files: dict[str, bytes], verb: Verb, kind: type[StorageError], make: Callable[[BaseException], Action], at: str
+    files: dict[str, bytes],
+    verb: Verb,
+    kind: type[StorageError],
+    make: Callable[[BaseException], Action],
+    *,
+    at: str,
+    stride: int,
 ) -> None:
     """Each call of each verb fails once: the copy ends with that error or goes on, and is never half published."""
-    for nth in count(1):
+    for nth in count(1, stride):
         target = MemoryStore()
         places: dict[str, Store] = {"source": MemoryStore(files), "target": SequentialStore(target)}
         places[at] = faulty = FaultStore(places[at], [Rule(verb, "*", make(kind("broken", file="x")), nth=nth)])
@@ -101,7 +112,7 @@ def test_a_copy_that_fails_at_any_call(
 def copy_if_possible(source: Store, target: Store) -> bool:
     """Whether the copy went through."""
     try:
-        ops.copy(source, target, threads=1, timeout_s=2)
+        ops.copy(source, target, threads=1, timeout_s=1)
     except AnyshardError:
         return False
     return True

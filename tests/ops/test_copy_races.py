@@ -17,7 +17,7 @@ from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 from tests.commit.actors import Actor
-from tests.ops.scenes import Died, MortalStore, is_sound, make_training, read_files, save_training
+from tests.ops.scenes import Died, MortalStore, is_sound, make_training, read_files, save_training, some_or_all
 
 MAX_CALLS = 200
 
@@ -44,12 +44,15 @@ def finish(actor: Actor) -> object:
 
 
 @pytest.mark.slow
+@some_or_all
 @pytest.mark.parametrize("verify", ["all", "source"])
 @pytest.mark.parametrize("make", [LocalStore, lambda _: MemoryStore()], ids=["local", "memory"])
-def test_a_second_copy_comes_between_any_two_calls(files: dict[str, bytes], tmp_path: Path, make: Any, verify: Any) -> None:
+def test_a_second_copy_comes_between_any_two_calls(
+    files: dict[str, bytes], quick_path: Path, make: Any, verify: Any, stride: int
+) -> None:
     """The second one always completes; the first one ends as well with the checkpoint there, or with a conflict."""
-    for number in range(MAX_CALLS):
-        target = make(tmp_path / str(number))
+    for number in range(0, MAX_CALLS, stride):
+        target = make(quick_path / str(number))
         first = start(files, target, number, verify=verify)
         is_over = first.is_done
         assert isinstance(ops.copy(MemoryStore(files), target, verify=verify), CopyReport)
@@ -60,12 +63,13 @@ def test_a_second_copy_comes_between_any_two_calls(files: dict[str, bytes], tmp_
 
 
 @pytest.mark.slow
+@some_or_all
 @pytest.mark.parametrize("verify", ["all", "source"])
-def test_a_second_copy_dies_between_any_two_calls(files: dict[str, bytes], tmp_path: Path, verify: Any) -> None:
+def test_a_second_copy_dies_between_any_two_calls(files: dict[str, bytes], quick_path: Path, verify: Any, stride: int) -> None:
     """However far the second one came before it died, the first one never publishes what is not whole."""
-    for number in range(2, 60, 5):
-        for dies_at in range(4, 60, 9):
-            target = LocalStore(tmp_path / f"{number}-{dies_at}")
+    for number in range(2, 60, 5 * stride):
+        for dies_at in range(4, 60, 5 * stride):
+            target = LocalStore(quick_path / f"{number}-{dies_at}")
             first = start(files, target, number, verify=verify)
             with suppress(Died):
                 ops.copy(MemoryStore(files), MortalStore(target, dies_at), threads=1, verify=verify)
@@ -77,10 +81,11 @@ def test_a_second_copy_dies_between_any_two_calls(files: dict[str, bytes], tmp_p
 
 
 @pytest.mark.slow
-def test_two_copies_take_turns(files: dict[str, bytes], tmp_path: Path) -> None:
+@some_or_all
+def test_two_copies_take_turns(files: dict[str, bytes], quick_path: Path, stride: int) -> None:
     """Call by call in turn, after any head start: neither ever leaves half a checkpoint, and one more copy finishes it."""
-    for number in range(0, 50, 4):
-        target = LocalStore(tmp_path / str(number))
+    for number in range(0, 50, 4 * stride):
+        target = LocalStore(quick_path / str(number))
         first, second = start(files, target, number), start(files, target, 0)
         for _ in range(MAX_CALLS):
             first.step()
@@ -93,10 +98,10 @@ def test_two_copies_take_turns(files: dict[str, bytes], tmp_path: Path) -> None:
         assert files == read_files(target)
 
 
-def test_copies_of_many_threads(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_copies_of_many_threads(files: dict[str, bytes], quick_path: Path) -> None:
     """Eight at once: each ends with a report, or with an error and then without half a checkpoint; at most one more is needed."""
     for number in range(5):
-        target, outcomes = LocalStore(tmp_path / str(number)), list[object]()
+        target, outcomes = LocalStore(quick_path / str(number)), list[object]()
 
         def act(store: Store = target, into: list[object] = outcomes) -> None:
             try:
@@ -115,9 +120,10 @@ def test_copies_of_many_threads(files: dict[str, bytes], tmp_path: Path) -> None
         assert files == read_files(target)
 
 
-def test_a_save_comes_between_any_two_calls(files: dict[str, bytes]) -> None:
+@some_or_all
+def test_a_save_comes_between_any_two_calls(files: dict[str, bytes], stride: int) -> None:
     """A whole save at the target wins or finds the copy there; the copy never replaces it."""
-    for number in range(MAX_CALLS):
+    for number in range(0, MAX_CALLS, stride):
         target = MemoryStore()
         first = start(files, target, number)
         is_over = first.is_done
@@ -134,9 +140,10 @@ def test_a_save_comes_between_any_two_calls(files: dict[str, bytes]) -> None:
             break
 
 
-def test_a_clean_comes_between_any_two_calls(files: dict[str, bytes]) -> None:
+@some_or_all
+def test_a_clean_comes_between_any_two_calls(files: dict[str, bytes], stride: int) -> None:
     """A clean that takes the copy for dead ends it, and it removes nothing that was published."""
-    for number in range(MAX_CALLS):
+    for number in range(0, MAX_CALLS, stride):
         target = MemoryStore()
         first = start(files, target, number)
         is_over = first.is_done
@@ -161,11 +168,14 @@ def test_a_later_save_with_other_weights_is_not_mixed_in(files: dict[str, bytes]
 
 
 @pytest.mark.slow
+@some_or_all
 @pytest.mark.parametrize("num_calls", range(12, 27, 3))
-def test_a_late_removal_meets_nothing_that_was_published(files: dict[str, bytes], tmp_path: Path, num_calls: int) -> None:
+def test_a_late_removal_meets_nothing_that_was_published(
+    files: dict[str, bytes], quick_path: Path, num_calls: int, stride: int
+) -> None:
     """A copy that has judged a file which another one was writing goes on when that one has ended: there is never half of one."""
-    for seen in range(16, 30):
-        target = LocalStore(tmp_path / str(seen))
+    for seen in range(16, 30, stride):
+        target = LocalStore(quick_path / str(seen))
         first, second = start(files, target, num_calls, verify="source"), start(files, target, seen)
         finish(first)
         while not second.is_done:

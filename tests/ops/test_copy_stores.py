@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def check_loads(place: str, storage: Storage) -> None:
     assert_same_bytes(*map(local_bytes, states))
 
 
+@pytest.fixture(scope="module")
+def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that a test may kill and start again."""
+    with run_seaweedfs(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
 def test_around_by_all_kinds_of_stores(seaweedfs: S3Server, moto_s3: S3Server, azurite: AzureServer, tmp_path: Path) -> None:
     """Directory -> S3 -> another S3 -> Azure -> directory: the same files everywhere, all of which load."""
     places: list[tuple[str, Storage]] = [
@@ -73,23 +81,23 @@ def test_a_blob_of_many_parts(seaweedfs: S3Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["PUT .*/data/model/", "PUT .*/manifest-1[.]json"], ids=["blob", "manifest"])
-def test_a_copy_that_a_dead_server_has_ended_is_gone_on_with(tmp_path: Path, pattern: str) -> None:
+def test_a_copy_that_a_dead_server_has_ended_is_gone_on_with(mortal_server: S3Server, tmp_path: Path, pattern: str) -> None:
     """The server is killed in the middle of the copy, which fails; the same call later finishes it and keeps what is there."""
-    (tmp_path / "server").mkdir()
-    source = str(tmp_path / "source")
+    source, server = str(tmp_path / "source"), mortal_server
     save(source, "mine", {}, num_words=LONG)
-    with run_seaweedfs(tmp_path / "server") as server, run_proxy(server.endpoint) as proxy:
+    with ExitStack() as closing:
+        proxy = closing.enter_context(run_proxy(server.endpoint))
         storage = make_storage(server.options, endpoint=proxy.endpoint, max_attempts=2)
         target = f"s3://{server.make_bucket()}/a/step_1"
 
         def kill() -> None:
             proxy.wait_until(lambda counts: counts.faults["hang"] > 0)
             server.stop()
-            proxy.set(Faults())
+            closing.close()  # resets what hangs, and refuses what comes
 
         proxy.set(Faults(rules=[Rule(pattern, "hang", times=99)]))
         failed = meanwhile(
-            lambda: attempt(lambda: ops.copy(source, target, target_options=storage, threads=1, timeout_s=1)), kill
+            lambda: attempt(lambda: ops.copy(source, target, target_options=storage, threads=1, timeout_s=5)), kill
         ).result()
         assert isinstance(failed, anyshard.StorageError | anyshard.CommitOutcomeUnknown), failed
         server.start()

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from anyshard.errors import StorageError
+from anyshard.errors import InvalidOption, StorageError
+from anyshard.storage.object_store.fork_options import to_fsspec_options
 from anyshard.storage.object_store.opening import open_object_store
+from anyshard.storage.object_store.places import parse_place
+from anyshard.storage.object_store.settings import read_settings
 from anyshard.storage.object_store.store import ObjectStore
 from anyshard.storage.protocol import Store
 from anyshard.testing.store_fixtures import keys_below, pattern, write_blob
@@ -101,3 +104,73 @@ def test_a_fork_without_the_package_says_what_to_do(moto_s3: S3Server) -> None:
     """Where fsspec's package for the service is missing, the error says so and names both ways out."""
     store = open_used(moto_s3)
     assert run("fork", _open_without_package, store.url, moto_s3.options) == 0
+
+
+# What fsspec is told in a fork ------------------------------------------------------------------------------------------
+
+
+def translate(url: str, **options: Any) -> dict[str, Any]:
+    """The options of fsspec's package for what a user gives."""
+    place = parse_place(url)
+    return to_fsspec_options(place, read_settings(place, options))
+
+
+@needs_s3fs
+def test_s3fs_is_told_the_same() -> None:
+    """Every name and every word for a flag arrives; time-outs are those that hold outside of a fork."""
+    url = "s3://b/x?anonymous=false&request_timeout_s=30&virtual_hosted_style_request=false&aws_endpoint_url=http://h:1"
+    found = translate(url, aws_access_key_id="k", aws_secret_access_key="s", aws_default_region="r", max_attempts=2)
+    assert ("http://h:1", "k", "s", {"region_name": "r"}) == (
+        found["endpoint_url"],
+        found["key"],
+        found["secret"],
+        found["client_kwargs"],
+    )
+    times = {"read_timeout": 30.0, "connect_timeout": 5.0}
+    assert ({**times, "s3": {"addressing_style": "path"}}, False) == (found["config_kwargs"], found["anon"])
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "expected"),
+    [
+        ("gs://b", {"google_service_account": "/k.json"}, {"token": "/k.json"}),
+        ("gs://b", {"service_account_key": '{"a": 1}'}, {"token": {"a": 1}}),
+        ("gs://b", {"anonymous": "yes", "endpoint": "http://h:1"}, {"token": "anon", "endpoint_url": "http://h:1"}),
+        ("gs://b", {"anonymous": "no"}, {}),
+        ("az://c", {"account_name": "a", "sas_key": "sv=1"}, {"account_name": "a", "sas_token": "sv=1"}),
+        (
+            "az://c",
+            {"azure_storage_account_name": "a", "access_key": "k=="},
+            {"account_name": "a", "account_key": "k=="},
+        ),
+        ("az://c?anonymous=1", {"account_name": "a", "max_attempts": 2}, {"account_name": "a", "anon": True}),
+    ],
+)
+def test_other_packages_are_told_the_same(url: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    """gcsfs and adlfs get credentials and endpoint under their own names, whatever name they were given under."""
+    assert expected == translate(url, **options)
+
+
+def test_adlfs_takes_an_endpoint_in_a_connection_string() -> None:
+    """With the account and its key."""
+    found = translate("az://c", account_name="a", account_key="k==", azure_endpoint="http://h:1/a")
+    expected = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=k==;BlobEndpoint=http://h:1/a"
+    assert expected == found["connection_string"]
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "name"),
+    [
+        pytest.param("s3://b", {"role_arn": "r"}, "role_arn", marks=needs_s3fs),
+        pytest.param("s3://b", {"proxy_url": "http://p"}, "proxy_url", marks=needs_s3fs),
+        ("gs://b", {"credential_provider": dict}, "credential_provider"),
+        ("gs://b", {"bearer_token": "t"}, "bearer_token"),
+        ("az://c", {"account_name": "a", "credential_provider": dict}, "credential_provider"),
+        ("az://c", {"account_name": "a", "use_azure_cli": "true"}, "use_azure_cli"),
+        ("az://c", {"account_name": "a", "proxy_url": "http://p"}, "proxy_url"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(url: str, options: dict[str, Any], name: str) -> None:
+    """An option that would be lost on the way is `InvalidOption`, which names it and the way out."""
+    with pytest.raises(InvalidOption, match=f"{name}.*spawn"):
+        translate(url, **options)

@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-import errno
-import io
-import itertools
 import os
 import signal
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
-import torch
 from aiobotocore.session import AioSession  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractFileSystem
 
 import anyshard
 from anyshard.errors import (
-    BlobExists,
-    BlobNotFound,
     CheckpointExists,
     CheckpointReplaced,
-    InvalidOption,
-    InvalidPath,
-    StorageDenied,
     StorageError,
-    StorageFull,
-    StorageUnavailable,
-    StorageUnguarded,
 )
-from anyshard.storage.fsspec_store import FsspecStore, open_fsspec_store, opening, to_s3fs_options
+from anyshard.storage.fsspec_store import FsspecStore, open_fsspec_store, to_s3fs_options
 from anyshard.storage.fsspec_store.writer import WHOLE_NBYTES
-from anyshard.storage.retry import RetryPolicy
 from anyshard.storage.wrappers import FaultStore, Rule, Verb, fail
 from anyshard.testing.store_contract import MakeStore, StoreContract
 from anyshard.testing.store_fixtures import in_threads, keys_below, pattern, read_range, write_blob
 from tests.servers import S3Server
-
-LONG_NBYTES = WHOLE_NBYTES + 12_345
-
-Places = Callable[[], FsspecStore]
-
-
-def numbered(root: str, options: dict[str, Any] | None = None) -> Places:
-    """Each call opens the store at another place below `root`."""
-    numbers = itertools.count()
-    return lambda: open_fsspec_store(f"{root}/step_{next(numbers)}", options or {})
-
-
-def in_memory() -> Places:
-    return numbered(f"memory://test-{uuid.uuid4().hex}")
+from tests.storage.fsspec_scenes import LONG_NBYTES, Places, in_memory, model_state, numbered, same
 
 
 class TestMemory(StoreContract):
@@ -194,237 +164,6 @@ def test_upload_given_up_leaves_no_parts(seaweedfs: S3Server) -> None:
     assert filesystem.list_multipart_uploads(bucket) == []
 
 
-# Backends of fsspec that can do little -------------------------------------------------------------------------------
-
-
-class PlainFile(io.RawIOBase):
-    """A stream as of a client for files on a server: no descriptor, nothing to discard, and it may write less than asked."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return int(self.inner.write(data[:1_000_000]))
-
-    def fileno(self) -> int:
-        raise io.UnsupportedOperation("fileno")
-
-    def close(self) -> None:
-        self.inner.close()
-        super().close()
-
-
-class PlainFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
-    """Files on a disk through the least that a filesystem class of fsspec has, as it is with those for SFTP, SMB or HDFS."""
-
-    protocol = "plain"
-    full = False
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.disk = LocalFileSystem()
-
-    def info(self, path: str) -> dict[str, Any]:
-        found = self.disk.info(path)
-        return {name: found[name] for name in ("name", "size", "type", "mtime")}
-
-    def ls(self, path: str, detail: bool = True) -> list[Any]:
-        return [self.info(name) if detail else name for name in self.disk.ls(path, detail=False)]
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        self.disk.makedirs(path, exist_ok=exist_ok)
-
-    def rm_file(self, path: str) -> None:
-        self.disk.rm_file(path)
-
-    def mv(self, path1: str, path2: str) -> None:
-        if self.disk.exists(path2):
-            raise OSError(errno.EIO, "the server refused")
-        self.disk.mv(path1, path2)
-
-    def _open(self, path: str, mode: str = "rb", **_options: Any) -> Any:
-        if self.full and mode == "wb":
-            raise OSError(errno.ENOSPC, "no space")
-        return PlainFile(self.disk.open(path, mode)) if mode == "wb" else self.disk.open(path, mode)
-
-
-@pytest.fixture
-def plain(quick_path: Path) -> Iterator[FsspecStore]:
-    """A store on `PlainFileSystem`."""
-    fsspec.register_implementation("plain", PlainFileSystem, clobber=True)
-    store = open_fsspec_store(f"plain://{quick_path}/run/step_1", {})
-    store.prepare(("data/",))
-    yield store
-    PlainFileSystem.full = False
-
-
-def test_backend_that_looks_and_writes_is_unguarded(plain: FsspecStore) -> None:
-    """A class with fsspec's own way to create is known not to refuse a taken key, and says so instead of pretending."""
-    assert plain.capabilities.guarded is False
-    with pytest.raises(StorageUnguarded):
-        plain.create("a", b"x", token="t")
-
-
-def test_save_and_load_on_a_plain_backend(plain: FsspecStore) -> None:
-    """Streams without a descriptor are enough for a save (B010); overwriting is refused, deleting is not."""
-    state, found = model_state(1), model_state(2)
-    report = anyshard.save(plain, state)
-    anyshard.load(plain, found)
-    assert same(state, found)
-    assert report.nbytes > 0
-    with pytest.raises(StorageUnguarded):
-        anyshard.save(plain, state, overwrite=True)
-    anyshard.ops.delete(plain)
-    with pytest.raises(anyshard.CheckpointNotFound):
-        anyshard.load(plain, found)
-
-
-def test_put_on_a_plain_backend(plain: FsspecStore) -> None:
-    """`put` moves a whole file into place, also where a move never replaces one, and leaves no temporary name."""
-    for data in (b"first", b"second"):
-        plain.put("a", data, token="t")
-        assert plain.read("a", max_nbytes=10) == data
-    assert keys_below(plain, "") == ("a",)
-
-
-def test_blobs_on_a_plain_backend(plain: FsspecStore) -> None:
-    """Short and long blobs are written whole, one that is given up is removed, and a taken key is kept."""
-    for key, nbytes in (("data/a", 1000), ("data/b", LONG_NBYTES)):
-        write_blob(plain, key, pattern(nbytes))
-        assert pattern(nbytes) == plain.read(key, max_nbytes=nbytes)
-        with pytest.raises(BlobExists):
-            write_blob(plain, key, b"other")
-    with plain.create_blob("data/c", nbytes=2 * LONG_NBYTES) as writer:
-        writer.write_at(0, memoryview(pattern(LONG_NBYTES)))
-    assert keys_below(plain, "data/") == ("data/a", "data/b")
-
-
-def test_directories_stay_on_a_plain_backend(plain: FsspecStore) -> None:
-    """Where removing a directory may take its content along, none is ever removed."""
-    plain.delete(("data/",))
-    assert plain.list("").prefixes == ("data/",)
-
-
-def test_full_backend(plain: FsspecStore) -> None:
-    """No space left is `StorageFull`."""
-    PlainFileSystem.full = True
-    with pytest.raises(StorageFull):
-        write_blob(plain, "data/a", b"x")
-
-
-# Errors, names and options --------------------------------------------------------------------------------------------
-
-
-class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]  # as above
-    """Raises what a test asks for."""
-
-    protocol = "failing"
-    error: Exception = OSError()
-
-    def info(self, path: str, **_options: Any) -> dict[str, Any]:
-        raise self.error
-
-
-class EndpointConnectionError(Exception):
-    """As botocore names it, and no OSError."""
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (FileNotFoundError("x"), BlobNotFound),
-        (PermissionError("x"), StorageDenied),
-        (OSError(errno.EROFS, "x"), StorageDenied),
-        (OSError(errno.EDQUOT, "x"), StorageFull),
-        (OSError(errno.EBUSY, "slow down"), StorageUnavailable),
-        (ConnectionResetError("x"), StorageUnavailable),
-        (TimeoutError(), StorageUnavailable),
-        (EndpointConnectionError("x"), StorageUnavailable),
-        (RuntimeError("odd"), StorageError),
-    ],
-    ids=lambda value: getattr(value, "__name__", None) or type(value).__name__,
-)
-def test_errors_are_translated_once(monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[StorageError]) -> None:
-    """Each error of a backend becomes the one that fits, which names the key."""
-    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
-    monkeypatch.setattr(FailingFileSystem, "error", error)
-    monkeypatch.setattr(opening, "_POLICY", RetryPolicy(max_attempts=2, first_pause_s=0))
-    with pytest.raises(StorageError) as caught:
-        open_fsspec_store("failing://run", {}).open_blob("data/a")
-    assert (type(caught.value), caught.value.file) == (kind, "data/a")
-    assert caught.value.__cause__ in (error, None if kind is StorageUnavailable else error)
-
-
-def test_passing_faults_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that fails once is made again, and nobody hears of it."""
-    store = in_memory()()
-    write_blob(store, "a", b"content")
-    answers = iter([ConnectionResetError("x"), TimeoutError()])
-    inner = MemoryFileSystem.info
-
-    def info(self: MemoryFileSystem, path: str) -> dict[str, Any]:
-        for error in answers:
-            raise error
-        return dict(inner(self, path))
-
-    monkeypatch.setattr(MemoryFileSystem, "info", info)
-    assert store.read("a", max_nbytes=7) == b"content"
-
-
-def test_credentials_are_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither names nor messages hold what the URL or the options say of credentials."""
-    fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
-    monkeypatch.setattr(FailingFileSystem, "error", OSError("GET http://me:hunter2@host/a?sig=hunter2 with key hunter3"))
-    options = {"secret_key": "hunter3", "endpoint_url": "http://me:hunter2@host"}
-    store = open_fsspec_store("failing://me:hunter2@host/run?sig=hunter2", options)
-    with pytest.raises(StorageError) as caught:
-        store.read("a", max_nbytes=1)
-    assert "hunter" not in f"{store.url} {store.site} {caught.value}"
-    assert store.url == "failing://host/run"
-
-
-def test_container_stays_in_the_name() -> None:
-    """What stands before the @ of an Azure URL is no credential."""
-    assert opening._show("abfs://container@account.host/run/", "abfs") == "abfs://container@account.host/run"
-
-
-def test_wrong_options_are_named() -> None:
-    """Options that the filesystem refuses are `InvalidOption` at the first use."""
-    with pytest.raises(InvalidOption, match="storage_options"):
-        open_fsspec_store("s3://bucket/run", {"max_concurrency": 0}).list("")
-
-
-@pytest.mark.parametrize("url", ["s3://", "s3:///", "smb://host/run", "nothing-of-the-kind://run"])
-def test_bad_urls(url: str) -> None:
-    """No bucket, a scheme whose package is not installed, and an unknown scheme are `InvalidPath`."""
-    with pytest.raises(InvalidPath):
-        open_fsspec_store(url, {})
-
-
-def test_options_for_s3fs() -> None:
-    """Names of s3:// become those of s3fs, a provider is asked, tuning is passed over, what has no name there is refused."""
-    options = {
-        "endpoint": "http://host",
-        "region": "here",
-        "credential_provider": lambda: {"access_key_id": "a", "secret_access_key": "b", "token": "c", "expires_at": None},
-        "request_timeout_s": 7,
-        "streams_per_blob": 4,
-    }
-    assert to_s3fs_options(options) == {
-        "endpoint_url": "http://host",
-        "client_kwargs": {"region_name": "here"},
-        "key": "a",
-        "secret": "b",
-        "token": "c",
-        "config_kwargs": {"read_timeout": 7},
-    }
-    with pytest.raises(InvalidOption, match="sse_kms"):
-        to_s3fs_options({"sse_kms_key_id": "x"})
-
-
 # Forks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -456,17 +195,6 @@ def in_child(task: Callable[[], object]) -> None:
 
 
 # Whole saves and loads ------------------------------------------------------------------------------------------------
-
-
-def model_state(seed: int) -> dict[str, Any]:
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20))
-    return {"model": model, "extra": {"step": seed}}
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    pairs = zip(one["model"].parameters(), other["model"].parameters(), strict=True)
-    return one["extra"] == other["extra"] and all(torch.equal(left, right) for left, right in pairs)
 
 
 def test_save_and_load(make_place: Places) -> None:

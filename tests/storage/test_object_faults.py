@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import re
@@ -225,6 +226,24 @@ def test_a_lost_answer_is_no_lost_race(server: Server) -> None:
         store.create("a", b"mine", token="t")
 
 
+def test_what_cannot_be_read_back_is_no_lost_race(server: Server) -> None:
+    """Whether the key is ours is not known then: another one's would be `BlobExists`, this may be sent again."""
+    server.on("PUT", lose)
+    server.on("GET", *[status(503, "ServiceUnavailable")] * 3)
+    with pytest.raises(StorageUnavailable):
+        server.open().create("a", b"mine", token="t")
+
+
+def test_nobody_has_said_who_asks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of an operation that has no credentials from its options says where they may have come from."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    store = server.open(access_key_id=None, secret_access_key=None, anonymous=False)
+    server.on("GET", *[status(403, "AccessDenied")] * 3)
+    with pytest.raises(StorageDenied, match="No credentials were found in the options"):
+        store.list("")
+
+
 def test_a_conflict_of_writers_is_asked_again(server: Server) -> None:
     """A 409 while another writer is at the key does not say who has won: the next attempt does."""
     server.on("PUT", status(409, "ConditionalRequestConflict"))
@@ -316,6 +335,22 @@ def test_parts_fly_together(server: Server) -> None:
     assert (len(server.objects["/b/run/data/a"]), together.broken) == (3 * PART_NBYTES, False)
 
 
+def test_a_long_write_keeps_to_its_streams(server: Server) -> None:
+    """One write of many parts has no more of them under way than many short ones: four never meet where three may fly."""
+    together = threading.Barrier(4, timeout=1)
+
+    def try_to_meet(handler: Handler) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait()
+        handler.serve()
+
+    server.on("PUT", *(try_to_meet for _ in range(8)))
+    with server.open(request_timeout_s=30.0).create_blob("data/a", nbytes=8 * PART_NBYTES) as writer:
+        writer.write_at(0, memoryview(bytes(8 * PART_NBYTES)))
+        writer.finish()
+    assert (len(server.objects["/b/run/data/a"]), together.broken) == (8 * PART_NBYTES, True)
+
+
 def test_many_blobs_at_once_wait_for_their_turn(server: Server) -> None:
     """A hundred objects at a server that serves two at a time: time-outs begin when a request does, all arrive (B044)."""
     turns, most, now = threading.BoundedSemaphore(2), [0], [0]
@@ -342,7 +377,7 @@ def test_many_blobs_at_once_wait_for_their_turn(server: Server) -> None:
 def test_a_part_that_is_never_answered_fails_in_the_end(server: Server) -> None:
     """The error names object and part, the upload is aborted, and nothing is there (B046)."""
     server.on("partNumber=2", hang, hang, hang)
-    with pytest.raises(StorageUnavailable, match="data/a: part 2: .*at most 0.5 s"):
+    with pytest.raises(StorageUnavailable, match="data/a: part 2: .*Each request .* up to 3 times .*at most 0.5 s"):
         write_blob(server.open(request_timeout_s=0.5), "data/a", bytes(3 * PART_NBYTES))
     assert (server.objects, server.seen[-1].partition("?")[0]) == ({}, "DELETE /b/run/data/a")
 

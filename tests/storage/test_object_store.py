@@ -75,6 +75,18 @@ def test_a_long_blob_goes_in_parts(seaweedfs: S3Server, is_known: bool) -> None:
     assert data == read_range(store, "data/a", 0, len(data))
 
 
+def test_a_buffer_may_change_after_each_write(seaweedfs: S3Server) -> None:
+    """What was given is sent, though the caller fills the same buffer again while parts are under way."""
+    store, buffer = open_s3(seaweedfs, {"part_nbytes": PART_NBYTES}), bytearray(MIB)
+    with store.create_blob("data/a", nbytes=16 * MIB) as writer:
+        for number in range(16):
+            buffer[:] = bytes([number]) * MIB
+            writer.write_at(number * MIB, memoryview(buffer))
+            buffer[:] = b"x" * MIB
+        writer.finish()
+    assert b"".join(bytes([number]) * MIB for number in range(16)) == read_range(store, "data/a", 0, 16 * MIB)
+
+
 def test_a_long_blob_never_takes_a_key(moto_s3: S3Server) -> None:
     """What is there is looked for before the first part."""
     store = open_s3(moto_s3, {"part_nbytes": PART_NBYTES})

@@ -98,6 +98,14 @@ def test_the_budget_is_shared() -> None:
     assert 10.0 < sum(pauses) <= 20.0
 
 
+def test_a_success_gives_the_budget_back() -> None:
+    """Faults that heal at once never end an operation, however many there are and however long it takes."""
+    retrier, pauses = make(RetryPolicy(budget_s=1.0, first_pause_s=0.3))
+    for _ in range(1000):
+        retrier.run(failing(ConnectionError("reset")), REQUEST)
+    assert (len(pauses), sum(pauses) > 100.0) == (1000, True)
+
+
 def test_expired_credentials_are_renewed() -> None:
     """Credentials that have expired are made anew before the next attempt; fresh ones that are refused as well are final."""
     judge = Renewing()

@@ -135,7 +135,9 @@ def _check_ranges(store: Store, key: str, data: bytes) -> None:
     with store.open_blob(key) as reader:
         reader.read_into(1, memoryview(found))
     if found != data[1:-1]:
-        raise StorageError(f"{store.url}: {key}: expected to read back a part of it, found other bytes. Use another store", file=key)
+        raise StorageError(
+            f"{store.url}: {key}: expected to read back a part of it, found other bytes. Use another store", file=key
+        )
 
 
 def _read_back(store: Store, key: str) -> bytes:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -30,10 +29,9 @@ from anyshard.errors import (
     UnsupportedFormat,
 )
 from anyshard.monitor.events import Emitter, Sink
-from anyshard.monitor.sinks import sinks_from_environment
 from anyshard.ops.copy_claim import Claim, claim_prefix, remove_claims
 from anyshard.ops.copying import BlobFile, BytesFile, CopiedFile, CopyJob, copy_files
-from anyshard.ops.opening import TIMEOUT_S
+from anyshard.ops.opening import TIMEOUT_S, operating
 from anyshard.options import default_threads
 from anyshard.records.manifest import Manifest, StepState, decode_manifest, encode_manifest
 from anyshard.storage.protocol import Store
@@ -101,14 +99,12 @@ def copy(  # noqa: PLR0913 - two places, each with its options, and how to go ab
     saved over or deleted meanwhile), `StorageError`; then nothing was published.
     """
     _check_options(verify, threads, timeout_s)
-    with ExitStack() as own:
-        lasting = [own.enter_context(sink) for sink in sinks_from_environment()]
-        events = Emitter((*lasting, *sinks), operation=secrets.token_hex(8), rank=0)
+    with operating(target, sinks, target_options, timeout_s=timeout_s) as operation:
+        events = operation.events
         origin = TimedStore(open_store(source, storage_options=storage_options, events=events), timeout_s)
-        place = TimedStore(open_store(target, storage_options=target_options, events=events), timeout_s)
         means = _Means(verify == "all", threads or default_threads(), Patience(timeout_s), events)
         with events.span("copy"):
-            return _Copy(origin, place, means).run()
+            return _Copy(origin, operation.store, means).run()
 
 
 def _check_options(verify: str, threads: int | None, timeout_s: float) -> None:

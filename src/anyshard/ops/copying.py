@@ -284,7 +284,7 @@ class _Bringing:
             if file.is_whole(job.target, self._run):
                 self._announce("kept")
                 return not self._was_sent
-            self._remove()
+            self._make_room()
         with file.opened(self._run) as fill:
             self._announce("begin")
             sending = _Sending(file, fill, self._run)
@@ -302,11 +302,14 @@ class _Bringing:
         self._announce("copied")
         return False
 
-    def _remove(self) -> None:
+    def _make_room(self) -> None:
+        """Have nothing under the name: what is there goes, if it may."""
         job, name = self._run.job, self.file.name
         if not job.may_remove:
+            if not _is_taken(job.target, name):
+                return
             raise CheckpointDamaged(
-                f"{job.target.url}/{name}: expected the file that the manifest there names, found none or another one. Files of "
+                f"{job.target.url}/{name}: expected the file that the manifest there names, found another one. Files of "
                 "a committed checkpoint are never removed: copy to another place, or delete that checkpoint first",
                 file=name,
             )
@@ -316,6 +319,14 @@ class _Bringing:
 
     def _announce(self, what: str, *, detail: str | None = None) -> None:
         self._run.job.events.event(f"copy.file.{what}", file=self.file.name, nbytes=self.file.nbytes, detail=detail)
+
+
+def _is_taken(store: Store, name: str) -> bool:
+    try:
+        with store.open_blob(name):
+            return True
+    except BlobNotFound:
+        return False
 
 
 @final

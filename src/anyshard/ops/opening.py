@@ -21,11 +21,15 @@ TIMEOUT_S = 1800.0
 
 @contextmanager
 def operating(
-    target: str | os.PathLike[str] | Store, sinks: Sequence[Sink], storage_options: Mapping[str, Any]
+    target: str | os.PathLike[str] | Store,
+    sinks: Sequence[Sink],
+    storage_options: Mapping[str, Any],
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Operation]:
     """The store at `target`, every verb of it bounded in time, and who hears what is done to it."""
     with ExitStack() as own:
         lasting = [own.enter_context(sink) for sink in sinks_from_environment()]
         events = Emitter((*lasting, *sinks), operation=secrets.token_hex(8), rank=0)
         store = open_store(target, storage_options=storage_options, events=events)
-        yield Operation(TimedStore(store, TIMEOUT_S), make_lone_group(), events)
+        yield Operation(TimedStore(store, timeout_s), make_lone_group(), events)

@@ -13,13 +13,13 @@ from urllib.parse import unquote, urlsplit
 from anyshard.errors import InvalidPath
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.storage.local import LocalStore
+from anyshard.storage.object_store.places import SCHEMES
 from anyshard.storage.protocol import Store
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # A URL that went through pathlib has lost a slash; taken as a path it would name a directory "s3:" right here.
 _BROKEN_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)|file:")
 _MAX_PATH_NBYTES = 4096
-_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _FSSPEC = "fsspec+"  # before a scheme: through fsspec, whatever else knows it
 _KNOWN = "a path, file:///absolute/path, s3://, gs:// or az://bucket/prefix, a URL that fsspec knows, or a Store object"
 
@@ -51,7 +51,7 @@ def open_store(
 
 
 def _open_url(url: str, scheme: str, options: Mapping[str, Any], events: Emitter) -> Store:
-    if scheme in _OBJECT_STORES:
+    if scheme in SCHEMES:
         with _needing("obstore", "object-store", scheme):
             from anyshard.storage.object_store.opening import open_object_store
         return open_object_store(url, options, events=events)

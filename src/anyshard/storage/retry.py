@@ -37,7 +37,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """`max_attempts` of one request; `budget_s` is what all requests together may spend waiting between attempts."""
+    """`max_attempts` of one request; `budget_s` is what all requests together may spend waiting between attempts.
+
+    Each request that succeeds gives back half of what is spent then: so it bounds an outage, not a long operation.
+    """
 
     max_attempts: int = 8
     budget_s: float = 300.0
@@ -108,9 +111,12 @@ class Retrier:
         while True:
             started_s = time.monotonic()
             try:
-                return send()
+                answer = send()
             except Exception as found:  # noqa: BLE001 - judged below, outside of this block: what it says must not be chained
                 error = found.with_traceback(None)  # or the two would hold this frame, and so the retrier, for long
+            else:
+                self._tally.give_back()
+                return answer
             verdict = self._judge.judge(error)
             renewals += verdict is Verdict.RENEW
             if verdict is Verdict.FINAL or renewals > _MAX_RENEWALS:
@@ -128,11 +134,13 @@ class Retrier:
         """Return after a pause; raise if there is to be no further attempt."""
         cause = self._judge.describe(error)
         if attempt >= self._policy.max_attempts:
-            raise _unavailable(request, attempt, cause, "Raise max_attempts (storage_options), or try again later")
+            raise _unavailable(request, attempt, cause, "Check that the endpoint is right and answers, or raise max_attempts (storage_options)")
         longest_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2.0 ** (attempt - 1))
         pause_s = random.uniform(0.0, longest_s)  # noqa: S311 - spreads requests, guards nothing
         if not self._tally.spend(pause_s, self._policy.budget_s, f"{request.verb} {request.name}: {cause}"):
-            spent = f"All retries together have waited for {self._policy.budget_s:g} s, which is all that retry_budget_s allows"
+            spent = (
+                f"All retries together may wait for {self._policy.budget_s:g} s (retry_budget_s), and hardly a request succeeds"
+            )
             raise _unavailable(request, attempt, cause, f"{spent}. Check the store and the network, then try again")
         logger.debug("%s %s: attempt %d: %s; again in %.2f s", request.verb, request.name, attempt, cause, pause_s)
         self._events.event("storage.retry", duration_s=pause_s, file=request.file, detail=f"{request.verb}: {cause}")
@@ -161,6 +169,11 @@ class _Tally:
             if len(self._examples) < 100 or example in self._examples:
                 self._examples[example] += 1
             return True
+
+    def give_back(self) -> None:
+        """A request was answered: the store is there, and what was spent counts only half."""
+        with self._lock:
+            self._spent_s /= 2.0
 
     def take(self) -> tuple[int, float, str]:
         with self._lock:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import TypeVar, final
 
@@ -35,6 +35,9 @@ _PASSING_NAMES = re.compile(r"Timeout|Connect|Disconnected|IncompleteRead|Client
 _DENIED_NAMES = re.compile(r"Credential|Authentication|Unauthorized|Forbidden")
 _TAKEN_CODES = frozenset({"PreconditionFailed", "ConditionalRequestConflict", "409", "412"})
 _REFUSED_CODES = frozenset({"NotImplemented", "501"})
+# How Python, fsspec and botocore call what a class cannot do that takes no condition: any other wrong argument is a fault.
+_REFUSED_ARGUMENT = re.compile(r"\bmode\b|\bxb\b|if_?none_?match|exclusive", re.IGNORECASE)
+_ARGUMENT_NAMES = re.compile(r"^(TypeError|ValueError|ParamValidationError)$")
 _NO_BUCKET = "NoSuchBucket"
 
 _ADVICE: Mapping[type[StorageError], str] = MappingProxyType(
@@ -65,7 +68,11 @@ class UnavailableJudge(Judge):
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """What errors and events of one store name, and the `secrets` that they never show."""
+    """What errors and events of one store name, and the `secrets` that they never show.
+
+    The errors of a backend stay on its side: ours are raised unchained, since a traceback shows the whole chain, and texts of
+    clients hold URLs with credentials.
+    """
 
     url: str
     events: Emitter
@@ -82,33 +89,24 @@ class Border:
 
     def ask(self, doing: str, key: str, send: Callable[[], T]) -> T:
         """What `send` returns, asked again while the store is unavailable; only for what may be done twice."""
+        return self.retrier.run(partial(self.call, doing, key, send), Request(doing, self.path(key), key))
 
-        def once() -> T:
-            with self.translated(doing, key):
-                return send()
+    def call(self, doing: str, key: str, send: Callable[[], T]) -> T:
+        """What `send` returns; every error from inside becomes the `StorageError` that fits; ours pass."""
+        return self._call(doing, key, send, creating=False)
 
-        return self.retrier.run(once, Request(doing, self.path(key), key))
-
-    @contextmanager
-    def translated(self, doing: str, key: str) -> Iterator[None]:
-        """Turn every error from inside into the `StorageError` that fits; ours pass."""
-        with self._translated(doing, key, creating=False):
-            yield
-
-    @contextmanager
-    def creating(self, key: str) -> Iterator[None]:
+    def create(self, key: str, send: Callable[[], T]) -> T:
         """The same for create-if-absent: a taken key is `BlobExists`; a backend that cannot refuse one, `StorageUnguarded`."""
-        with self._translated("create", key, creating=True):
-            yield
+        return self._call("create", key, send, creating=True)
 
-    @contextmanager
-    def _translated(self, doing: str, key: str, *, creating: bool) -> Iterator[None]:
+    def _call(self, doing: str, key: str, send: Callable[[], T], *, creating: bool) -> T:
         try:
-            yield
+            return send()
         except AnyshardError:
             raise
-        except Exception as error:
-            raise self._error(doing, key, error, _find_kind(error, creating=creating)) from error
+        except Exception as found:  # noqa: BLE001 - the border: what it says is raised below, outside of this block
+            error = self._error(doing, key, found, _find_kind(found, creating=creating))
+        raise error
 
     def _error(self, doing: str, key: str, error: Exception, kind: type[StorageError]) -> StorageError:
         missing = response_code(error) == _NO_BUCKET
@@ -142,7 +140,7 @@ def _find_kind(error: Exception, *, creating: bool) -> type[StorageError]:
     code = response_code(error)
     if creating and (isinstance(error, FileExistsError) or code in _TAKEN_CODES):
         return BlobExists
-    if creating and (isinstance(error, (TypeError, ValueError, NotImplementedError)) or code in _REFUSED_CODES):
+    if creating and (isinstance(error, NotImplementedError) or code in _REFUSED_CODES or _refuses_condition(error)):
         return StorageUnguarded
     if code == _NO_BUCKET:
         return StorageError
@@ -155,6 +153,11 @@ def _find_kind(error: Exception, *, creating: bool) -> type[StorageError]:
         if isinstance(error, classes):
             return kind
     return _find_kind_by_number(error) or _find_kind_by_name(error)
+
+
+def _refuses_condition(error: Exception) -> bool:
+    is_argument = any(_ARGUMENT_NAMES.search(kind.__name__) for kind in type(error).__mro__)
+    return is_argument and _REFUSED_ARGUMENT.search(str(error)) is not None
 
 
 def _find_kind_by_number(error: Exception) -> type[StorageError] | None:

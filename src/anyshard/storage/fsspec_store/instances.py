@@ -6,7 +6,7 @@ import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 
@@ -28,10 +28,9 @@ class Instances:
     def take(self) -> Any:
         """An object that nobody else uses until `give`. There is no lock, which a fork could find held."""
         idle = self._idle.setdefault(os.getpid(), [])
-        try:
+        with suppress(IndexError):
             return idle[0] if self._shared else idle.pop()
-        except IndexError:
-            made = self._make()
+        made = self._make()
         if self._shared:
             idle.append(made)  # of two threads here at once one uses an object that the next ones do not
         return made
@@ -42,14 +41,20 @@ class Instances:
             self._idle.setdefault(os.getpid(), []).append(filesystem)
 
     @contextmanager
-    def lent(self) -> Iterator[Any]:
-        """An object for the time of a call. After an error that may come from its connection it is not used again."""
+    def taken(self) -> Iterator[Any]:
+        """An object that the caller gives back later. After an error here that cannot come from its connection it is back."""
         filesystem = self.take()
         try:
             yield filesystem
         except (FileNotFoundError, FileExistsError):
             self.give(filesystem)
             raise
+
+    @contextmanager
+    def lent(self) -> Iterator[Any]:
+        """An object for the time of a call. After an error that may come from its connection it is not used again."""
+        with self.taken() as filesystem:
+            yield filesystem
         self.give(filesystem)
 
 

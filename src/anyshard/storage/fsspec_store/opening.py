@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 from fsspec.registry import get_filesystem_class
 
@@ -19,9 +19,12 @@ from anyshard.storage.fsspec_store.traits import Traits, find_traits
 from anyshard.storage.posix.site import nearest_existing
 from anyshard.storage.retry import Retrier, RetryPolicy
 
-_SECRET = re.compile(r"secret|password|passphrase|token|key|credential|sas|connection_string", re.IGNORECASE)
+T = TypeVar("T")
+
+_SECRET = re.compile(r"auth|secret|password|passphrase|token|key|credential|sas|connection_string", re.IGNORECASE)
 _MIN_SECRET_LENGTH = 4
-_POLICY = RetryPolicy(max_attempts=5)  # many clients try again themselves
+_POLICY = RetryPolicy(max_attempts=5)
+_POLICY_OF_REPEATERS = RetryPolicy(max_attempts=2)  # each attempt of theirs is several
 _ENDPOINTS = ("endpoint_url", "endpoint", "host", "port", "account_name")
 # What stands before an @ is a container there, not a user.
 _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "az"})
@@ -36,35 +39,36 @@ def open_fsspec_store(url: str, options: Mapping[str, Any], *, events: Emitter =
     scheme = url.partition("://")[0].lower()
     url = scheme + url[len(scheme) :]
     kind = _find_class(scheme)
-    given = {**kind._get_kwargs_from_urls(url), **options}  # noqa: SLF001 - as fsspec's own functions that take a URL
+    told = _judge_options(scheme, lambda: kind._get_kwargs_from_urls(url))  # noqa: SLF001 - as fsspec's own functions
+    given = {**told, **options}
     root = kind._strip_protocol(url).rstrip("/")  # noqa: SLF001 - as the line above
     traits = find_traits(kind, scheme)
     if traits.bucket and not root.strip("/"):
         raise InvalidPath(f"expected {scheme}://bucket/prefix, found no name of a bucket")
     shown = _show(url, scheme)
-    border = Border(shown, events, Retrier(_POLICY, UnavailableJudge(), events=events), _list_secrets(given))
+    retrier = Retrier(_POLICY_OF_REPEATERS if traits.repeats else _POLICY, UnavailableJudge(), events=events)
+    border = Border(shown, events, retrier, _list_secrets(given))
     instances = Instances(lambda: _make(kind, given, scheme), shared=traits.shared)
     return FsspecStore(instances, traits, border, root=root, site=_name_site(shown, root, traits, given))
 
 
 def _make(kind: type[Any], given: Mapping[str, Any], scheme: str) -> Any:
-    with _judging_options(scheme):
-        filesystem = kind(**given, skip_instance_cache=True)
+    filesystem = _judge_options(scheme, lambda: kind(**given, skip_instance_cache=True))
     if hasattr(filesystem, "dircache"):  # few classes take this as an option
         filesystem.dircache.use_listings_cache = False
     return filesystem
 
 
-@contextmanager
-def _judging_options(scheme: str) -> Iterator[None]:
+def _judge_options(scheme: str, make: Callable[[], T]) -> T:
     try:
-        yield
-    except (TypeError, ValueError, KeyError) as error:
-        # Its text may repeat what it was given, credentials and all.
-        raise InvalidOption(
-            f"expected storage_options that the filesystem of fsspec for {scheme}:// takes, found some that it refuses "
-            f"({type(error).__name__}). See its documentation for their names"
-        ) from None
+        return make()
+    except (TypeError, ValueError, KeyError) as found:
+        # Its text may repeat what it was given, credentials and all: so the error is raised outside of this block, unchained.
+        error = InvalidOption(
+            f"expected a URL and storage_options that the filesystem of fsspec for {scheme}:// takes, found some that it "
+            f"refuses ({type(found).__name__}). See its documentation for their names"
+        )
+    raise error
 
 
 def _find_class(scheme: str) -> type[Any]:
@@ -91,7 +95,7 @@ def _list_secrets(given: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(value, Mapping):
             found.update(_list_secrets(value))
         elif isinstance(value, str) and len(value) >= _MIN_SECRET_LENGTH and _SECRET.search(str(name)):
-            found.add(value)
+            found.update({value, quote(value, safe="")})
     return tuple(sorted(found, key=lambda text: (-len(text), text)))
 
 

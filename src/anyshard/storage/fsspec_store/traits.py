@@ -37,6 +37,11 @@ class Traits:
         return self.is_async or self.in_memory or self.on_disk
 
     @property
+    def repeats(self) -> bool:
+        """Whether the client makes requests again by itself, creates too: all those for object stores do."""
+        return self.bucket
+
+    @property
     def guarded(self) -> bool | None:
         """False where it is known that a taken key is not refused: fsspec's own `pipe_file` looks and then writes. Else None."""
         return None if self.in_memory or self.on_disk or self.whole else False

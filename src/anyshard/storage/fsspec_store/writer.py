@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, final
 
 from fsspec.spec import AbstractBufferedFile
 
-from anyshard.errors import BlobExists, BlobNotFound, StorageError, StorageUnguarded
+from anyshard.errors import BlobNotFound, StorageError, StorageUnguarded
 from anyshard.storage.buffers import flat_bytes
 from anyshard.storage.coverage import Coverage
 from anyshard.storage.fsspec_store.target import Target
@@ -92,10 +93,6 @@ class FsspecBlobWriter:
         except StorageUnguarded:
             self._target.refuse_taken()
             self._target.put(data)
-        except BlobExists:
-            # A client that repeats a request by itself meets its own blob when the first answer was lost.
-            if self._target.look() != len(data) or self._target.read(0, len(data)) != data:
-                raise
 
 
 class _Stream:
@@ -114,8 +111,7 @@ class _Stream:
         self._identity = target.identify() if target.traits.on_disk else None
 
     def write(self, view: memoryview) -> None:
-        with self._target.border.translated("write", self._target.key):
-            write_all(self._file, view)
+        self._target.border.call("write", self._target.key, partial(write_all, self._file, view))
         self._written += view.nbytes
 
     def close(self) -> None:
@@ -123,12 +119,15 @@ class _Stream:
         target = self._target
         if target.traits.whole:
             target.refuse_taken()
-        with target.border.translated("finish", target.key):
-            if target.traits.on_disk:
-                sync_file(self._file)
-            self._file.close()
-            if target.traits.on_disk:
-                sync_parent(target.path)
+        try:
+            target.border.call("finish", target.key, self._close_file)
+        except BlobNotFound:
+            # A client that repeats the end of an upload by itself finds none when the first answer was lost. Whether it is
+            # there is looked up next.
+            if not target.traits.repeats:
+                raise
+            if isinstance(self._file, AbstractBufferedFile):
+                self._file.closed = True  # or the garbage collector would close it again
         target.instances.give(self._filesystem)
         if self._identity is not None and self._identity != target.identify():
             raise target.taken()
@@ -144,9 +143,19 @@ class _Stream:
 
     def _open(self) -> Any:
         mode = "xb" if self._target.traits.on_disk else "wb"
-        with self._target.border.creating(self._target.key):
-            self._filesystem = self._target.instances.take()  # nobody else may use it while the file is open
-            return self._filesystem.open(self._target.path, mode, block_size=_PART_NBYTES)
+
+        def send() -> Any:
+            with self._target.instances.taken() as self._filesystem:  # nobody else may use it while the file is open
+                return self._filesystem.open(self._target.path, mode, block_size=_PART_NBYTES)
+
+        return self._target.border.create(self._target.key, send)
+
+    def _close_file(self) -> None:
+        if self._target.traits.on_disk:
+            sync_file(self._file)
+        self._file.close()
+        if self._target.traits.on_disk:
+            sync_parent(self._target.path)
 
     def _give_up_upload(self, file: Any) -> None:
         try:

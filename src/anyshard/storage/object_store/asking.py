@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar, final
 
 import obstore
 
-from anyshard.errors import BlobExists, BlobNotFound, LimitExceeded, StorageDenied, StorageError, StorageUnguarded
+from anyshard.errors import BlobExists, BlobNotFound, LimitExceeded, StorageDenied, StorageUnguarded
 from anyshard.monitor.events import Emitter
 from anyshard.storage.object_store.client import Client
 from anyshard.storage.retry import Request, Retrier
@@ -138,5 +138,5 @@ class Asking:
     def _holds(self, key: str, data: bytes | bytearray) -> bool:
         try:
             return self.read(key, max_nbytes=len(data)) == data
-        except (LimitExceeded, StorageError):
+        except (LimitExceeded, BlobNotFound):
             return False

@@ -12,12 +12,12 @@ import functools
 import importlib.util
 import os
 import weakref
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
 from anyshard.errors import StorageError
 from anyshard.monitor.events import Emitter
+from anyshard.storage.object_store.fork_options import to_fsspec_options
 from anyshard.storage.object_store.places import Place, Service
 from anyshard.storage.object_store.settings import Settings
 from anyshard.storage.protocol import Store
@@ -59,7 +59,7 @@ def _let_go(kept: object, owner: int) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-def open_in_fork(place: Place, settings: Settings, options: Mapping[str, Any], *, events: Emitter) -> Store:
+def open_in_fork(place: Place, settings: Settings, *, events: Emitter) -> Store:
     """The same place through fsspec, for a forked child; `StorageError` if the package for it is missing."""
     package = _PACKAGES[place.service]
     if any(importlib.util.find_spec(name) is None for name in ("fsspec", package)):
@@ -72,33 +72,4 @@ def open_in_fork(place: Place, settings: Settings, options: Mapping[str, Any], *
     from anyshard.storage.fsspec_store.opening import open_fsspec_store  # noqa: PLC0415 - fsspec is optional, and needed here only
 
     url = f"{_SCHEMES[place.service]}://{place.bucket}" + (f"/{place.prefix}" if place.prefix else "")
-    return open_fsspec_store(url, _to_fsspec_options(place, settings, options), events=events)
-
-
-def _to_fsspec_options(place: Place, settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {**place.options, **options}
-    if place.service == "s3":
-        from anyshard.storage.fsspec_store.s3fs_options import to_s3fs_options  # noqa: PLC0415 - optional as well
-
-        given.pop("max_requests", None)
-        return to_s3fs_options(given)
-    if place.service == "gcs":
-        names = {"service_account": "token", "endpoint": "endpoint_url"}
-        found = {to: given[name] for name, to in names.items() if name in given}
-        return {**found, **({"token": "anon"} if settings.is_anonymous else {})}
-    return _to_adlfs_options(given, is_anonymous=settings.is_anonymous)
-
-
-def _to_adlfs_options(given: Mapping[str, Any], *, is_anonymous: bool) -> dict[str, Any]:
-    names = {"account_name": "account_name", "account_key": "account_key", "sas": "sas_token"}
-    found = {to: given[name] for name, to in names.items() if name in given}
-    if "endpoint" in given:  # adlfs takes one only so
-        facts = {
-            "DefaultEndpointsProtocol": given["endpoint"].partition(":")[0],
-            "AccountName": given.get("account_name"),
-            "AccountKey": given.get("account_key"),
-            "SharedAccessSignature": given.get("sas"),
-            "BlobEndpoint": given["endpoint"],
-        }
-        found["connection_string"] = ";".join(f"{name}={value}" for name, value in facts.items() if value)
-    return {**found, **({"anon": True} if is_anonymous else {})}
+    return open_fsspec_store(url, to_fsspec_options(place, settings), events=events)

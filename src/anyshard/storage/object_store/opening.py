@@ -23,5 +23,5 @@ def open_object_store(url: str, options: Mapping[str, Any], *, events: Emitter =
     place = parse_place(url)
     settings = read_settings(place, options)
     if is_foreign():
-        return open_in_fork(place, settings, options, events=events)
+        return open_in_fork(place, settings, events=events)
     return ObjectStore(Client(place, settings), events=events)

@@ -85,11 +85,12 @@ def _make_boto3(client: Client) -> Any:
     settings = client.settings
     unsigned = {"signature_version": _unsigned()} if settings.is_anonymous else {}
     retries = {"total_max_attempts": settings.policy.max_attempts, "mode": "standard"}
-    style = "virtual" if settings.config.get("virtual_hosted_style_request") else "path"
+    endpoint, is_virtual = client.address.endpoint(client.place.bucket)
+    style = "virtual" if is_virtual else "path"
     return boto3.Session(profile_name=settings.profile).client(
         "s3",
-        endpoint_url=settings.config.get("endpoint"),
-        region_name=settings.config.get("region"),
+        endpoint_url=endpoint,
+        region_name=client.address.region,
         config=Config(s3={"addressing_style": style}, read_timeout=settings.request_timeout_s, retries=retries, **unsigned),
         **_find_keys(settings),
     )

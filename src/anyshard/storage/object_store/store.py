@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, final
-from urllib.parse import urlsplit
 
 import obstore
 
@@ -48,11 +47,8 @@ class ObjectStore:
 
     @property
     def site(self) -> str:
-        """Service, endpoint (if options name one) and bucket."""
-        place, config = self._client.place, self._client.settings.config
-        endpoint = urlsplit(str(config.get("endpoint") or config.get("base_url") or ""))
-        account = config.get("account_name", "")
-        return f"{place.service}:{endpoint.netloc.rpartition('@')[2]}{endpoint.path}/{account}/{place.bucket}"
+        """Service, server and bucket, as options and environment name them together."""
+        return f"{self._client.place.service}:{self._client.address.site}"
 
     @property
     def capabilities(self) -> Capabilities:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -118,6 +119,7 @@ class _Parts:
         client = asking.client
         self._asking = asking
         self._key = key
+        self._part_nbytes = part_nbytes
         self._is_open = True
         self._is_closing = False
         concurrency = max(1, client.settings.streams_per_blob - 1)
@@ -128,11 +130,14 @@ class _Parts:
         keep_in_forks(self, self._file)
 
     def write(self, view: memoryview) -> None:
-        """Take these bytes; returns when they are copied."""
-        if view.nbytes:
+        """Take these bytes; returns when they are copied.
+
+        They go to obstore by parts: it waits for parts under way between two writes, not within one.
+        """
+        for begin in range(0, view.nbytes, self._part_nbytes):
             # obstore copies nothing: it keeps what it is given until that part is sent, long after `write` has returned.
-            own = bytes(view)
-            self._translated(lambda: self._file.write(own))
+            own = bytes(view[begin : begin + self._part_nbytes])
+            self._translated(functools.partial(self._file.write, own))
 
     def close(self, nbytes: int) -> None:
         """Put the parts together. If the answer to that is lost, or is no answer, what is there decides."""
@@ -182,7 +187,7 @@ class _Parts:
             )
 
     def _translated(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns. obstore has tried again by itself, so what is transient here has failed for good."""
+        """What `call` returns. obstore has tried each request again by itself, so what is transient here has failed for good."""
         try:
             return call()
         except StorageError:
@@ -195,12 +200,13 @@ class _Parts:
         if fault.kind is Kind.EXPIRED:
             client.renew(math.inf)
         if fault.kind in (Kind.BUSY, Kind.EXPIRED):
+            settings = client.settings
             raise StorageUnavailable(
-                f"could not upload {name}: {fault.text}, tried up to {client.settings.policy.max_attempts} times within "
-                f"{client.settings.policy.budget_s:g} s, each for at most {client.settings.request_timeout_s:g} s. Check the "
-                "store and the network, then try again",
+                f"could not upload {name}: {fault.text}. Each request of an upload is tried up to {settings.policy.max_attempts} "
+                f"times while {settings.policy.budget_s:g} s since its first try have not passed, each time for at most "
+                f"{settings.request_timeout_s:g} s. Check the store and the network, then try again",
                 file=self._key,
-                attempts=client.settings.policy.max_attempts,
+                attempts=settings.policy.max_attempts,
             )
         if fault.kind is Kind.MISSING:  # of an upload that somebody aborted: an upload id that is not known any more
             raise StorageUnavailable(f"could not upload {name}: {fault.text}: the upload was removed meanwhile", file=self._key)
