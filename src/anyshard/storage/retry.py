@@ -134,7 +134,9 @@ class Retrier:
         """Return after a pause; raise if there is to be no further attempt."""
         cause = self._judge.describe(error)
         if attempt >= self._policy.max_attempts:
-            raise _unavailable(request, attempt, cause, "Check that the endpoint is right and answers, or raise max_attempts (storage_options)")
+            raise _unavailable(
+                request, attempt, cause, "Check that the endpoint is right and answers, or raise max_attempts (storage_options)"
+            )
         longest_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2.0 ** (attempt - 1))
         pause_s = random.uniform(0.0, longest_s)  # noqa: S311 - spreads requests, guards nothing
         if not self._tally.spend(pause_s, self._policy.budget_s, f"{request.verb} {request.name}: {cause}"):
