@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import obstore
+import torch
 import torch.distributed as dist
 from fsdp_job import count_nbytes, make_job
 from obstore.store import S3Store
@@ -45,6 +46,12 @@ def save(num_blocks: int, place: str, options: dict[str, Any]) -> bool:
     return anyshard.save(
         place, make_job(num_blocks).app_state, options=anyshard.SaveOptions(storage_options=options)
     ).plan_was_cached
+
+
+def meet(num_blocks: int, place: str, options: dict[str, Any]) -> None:
+    """A first little save into a bucket, by which this process finds out what the store can do; later ones know."""
+    del num_blocks
+    anyshard.save(place, {"met": torch.ones(1)}, options=anyshard.SaveOptions(storage_options=options))
 
 
 def load(num_blocks: int, place: str, options: dict[str, Any]) -> None:
