@@ -5,8 +5,8 @@
 The server is SeaweedFS on this machine with its data in memory (some 8 times `nbytes`), so it computes on the same cores. All
 cases take turns, after a first round that is thrown away. Every save goes to a new bucket, of which our processes know that it is
 guarded, as they do after their first save. DCP writes and reads by the connector of AWS and by fsspec with s3fs, each with
-several settings; raw is an upload, or ranged reads, of as many bytes by each of 4 processes at once, with parts and ranges as large as
-ours. References are the best of the settings tried. Needs `pip install s3torchconnector[dcp] s3fs`.
+several settings; raw is an upload, or ranged reads, of as many bytes by each of 4 processes at once, with parts and ranges as
+large as ours. References are the best of the settings tried. Needs `pip install s3torchconnector[dcp] s3fs`.
 """
 
 from __future__ import annotations
