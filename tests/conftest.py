@@ -13,6 +13,9 @@ from tests.servers import azurite, moto_s3, seaweedfs
 
 __all__ = ["azurite", "launch", "moto_s3", "seaweedfs", "worlds"]
 
+# Failed asserts of the shipped contract are explained as those of any test module.
+pytest.register_assert_rewrite("anyshard.testing.store_blobs", "anyshard.testing.store_names")
+
 # Two shared cores: the time of one example says nothing, so there is no deadline. CI runs the same examples every time.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, database=None)

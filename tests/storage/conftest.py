@@ -1,4 +1,4 @@
-"""Fixtures of the storage tests. Failed asserts of the shipped contract are explained as those of any test module."""
+"""Fixtures of the storage tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.register_assert_rewrite("anyshard.testing.store_blobs", "anyshard.testing.store_names")
 
 _MEMORY = Path("/dev/shm")
 
