@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 NUM_WRITERS, WAIT_S = 16, 120.0
 RACES = [
-    ("seaweedfs", 2),
     ("moto_s3", 5),
     *(pytest.param((kind, 20), marks=[pytest.mark.long, pytest.mark.timeout(900)]) for kind in ("seaweedfs", "moto_s3")),
 ]

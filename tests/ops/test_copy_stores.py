@@ -80,7 +80,13 @@ def test_a_blob_of_many_parts(seaweedfs: S3Server, tmp_path: Path) -> None:
     assert "long" == look(place, storage, num_words=3 * LONG)
 
 
-@pytest.mark.parametrize("pattern", ["PUT .*/data/model/", "PUT .*/manifest-1[.]json"], ids=["blob", "manifest"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        pytest.param("PUT .*/data/model/", id="blob", marks=pytest.mark.long),
+        pytest.param("PUT .*/manifest-1[.]json", id="manifest"),
+    ],
+)
 def test_a_copy_that_a_dead_server_has_ended_is_gone_on_with(mortal_server: S3Server, tmp_path: Path, pattern: str) -> None:
     """The server is killed in the middle of the copy, which fails; the same call later finishes it and keeps what is there."""
     source, server = str(tmp_path / "source"), mortal_server

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
     "a path of no kind": ("InvalidPath", {"place": None}),
-    "an unknown scheme": ("InvalidPath", {"place": "s3://bucket/run"}),
+    "an unknown scheme": ("InvalidPath", {"place": "s4://bucket/run"}),
     "a NUL in the path": ("InvalidPath", {"place": "/tmp/a\0b"}),
     "a step that is text": ("InvalidOption", {"step": "7"}),
     "a negative step": ("InvalidOption", {"step": -1}),
