@@ -66,7 +66,7 @@ def test_room_for_all_ranks(worlds: Worlds) -> None:
     """What all ranks have of their own has to fit, not only the coordinator's."""
     found = worlds(2).run(refusal_cases.save_without_room, 2_000_000, 4_000_000)
     assert ["StorageFull"] * 2 == [name for name, _ in found]
-    assert "\n  rank 0: begin: StorageFull: memory:small: expected room for 50" in found[1][1]
+    assert "\n  rank 0: begin: StorageFull: [Errno 28] memory:small: expected room for 50" in found[1][1]
 
 
 def test_a_failure_ends_a_long_digest(worlds: Worlds, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Retrier:
         self._events = events
         self._pause = pause
         self._tally = _Tally(os.getpid())
-        weakref.finalize(self, _log_summary, self._tally)
+        weakref.finalize(self, _log_summary, self._tally).atexit = False  # logging is over by then
 
     def run(self, send: Callable[[], T], request: Request) -> T:
         """What `send` returns.
