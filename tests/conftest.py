@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
@@ -26,3 +27,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
+
+
+def pytest_unconfigure() -> None:
+    """What is freed only now may still log; pytest's closing line shall be the last one all the same."""
+    logging.lastResort = None

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import ssl
+import sys
 import threading
 import time
 import weakref
@@ -186,6 +187,8 @@ class _Tally:
 
 
 def _log_summary(tally: _Tally) -> None:
+    if sys.is_finalizing():  # nobody reads a log any more, and it would follow whatever the program says last
+        return
     if tally.pid != os.getpid():
         return
     num, waited_s, examples = tally.take()
