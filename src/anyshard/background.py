@@ -16,7 +16,7 @@ from typing import Protocol, final
 from anyshard.errors import EarlierSaveFailed, LimitExceeded, OperationFailed, StillPending
 from anyshard.pending import Course, PendingSave, check_timeout
 from anyshard.reports import SaveReport
-from anyshard.threads import start_thread
+from anyshard.threads import start_thread, yield_to_training
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Saver:
         self._work()
 
     def _start(self, job: Job) -> bool:
-        self._thread = threading.Thread(target=self._work, name="anyshard-save", daemon=True)
+        self._thread = threading.Thread(target=self._work_aside, name="anyshard-save", daemon=True)
         try:
             return start_thread(self._thread)
         except RuntimeError as error:
@@ -201,6 +201,10 @@ class Saver:
             )
 
     # The thread --------------------------------------------------------------------------------------------------------
+
+    def _work_aside(self) -> None:
+        yield_to_training()
+        self._work()
 
     def _work(self) -> None:
         while (job := self._next()) is not None:

@@ -1,8 +1,11 @@
-"""Starting threads when the interpreter is about to end, which from Python 3.12 on starts none: exit handlers may save, too."""
+"""Threads: starting them when the interpreter is about to end, which from Python 3.12 on starts none (exit handlers may save,
+too), and keeping those of a save in the background from taking the core of a thread that trains."""
 
 from __future__ import annotations
 
+import os
 import threading
+from contextlib import suppress
 
 _ENDING = "interpreter shutdown"  # in the message of Python's error, which has no other mark before 3.13
 
@@ -19,3 +22,12 @@ def start_thread(thread: threading.Thread) -> bool:
             raise
         return False
     return True
+
+
+def yield_to_training() -> None:
+    """From now on this thread, and those that it starts, take the core of no running thread when they wake up (Linux).
+
+    Their share of the cores stays what it was: less of it might starve a thread that holds the interpreter's lock.
+    """
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

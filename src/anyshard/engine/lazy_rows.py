@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from anyshard.engine.guarded import GuardedReader
 from anyshard.engine.images import Images
-from anyshard.engine.words import WORD_NBYTES, WordPlaces, Words, pick_words, read_words, view_memory
+from anyshard.engine.words import WordPlaces, Words, pick_words, read_words, view_memory
 from anyshard.records.tables import IntColumn
 
 _PIECE_NBYTES = 8 << 20  # copied between two looks at whether the source is still there
@@ -78,7 +78,7 @@ class LazyRows:
         here = is_fine & np.array([self._is_there(at) for at in range(len(self._number))], dtype=np.bool_)
         has_changed = is_fine & ~here
         which = np.flatnonzero(here[self._places.row])
-        row, addresses = self._places.row[which], (self._address[self._places.row] + self._places.word * WORD_NBYTES)[which]
+        row, addresses = self._places.row[which], (self._address[self._places.row] + self._places.start)[which]
         with GuardedReader() as reader:
             found = reader.read_words(addresses.tolist())
             if found is None:  # one at a time tells which are gone

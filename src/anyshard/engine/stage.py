@@ -84,7 +84,7 @@ class Staging:
     """One snapshot's copy into an arena. After `begin` it holds the tensors of lazy rows alone, after `finish` none.
 
     `sources`, `is_lazy` and `addresses` are per row of the plan's shards. The memory of a lazy row is its tensor's own, dense and
-    without conj and neg views. Rows that cannot be lazy (other sources, not whole words of 8 bytes) are copied by `begin`.
+    without conj and neg views. Rows that cannot be lazy (other sources, less than 8 bytes) are copied by `begin`.
     `known` says where they lie, found just before on this thread: tensors are not asked for what it says.
     """
 
@@ -170,10 +170,8 @@ class Staging:
 
 
 def _can_be_lazy(rows: Rows, layout: ImageLayout) -> NDArray[np.bool_]:
-    """Which rows are dense and made of whole words in memory: all of their bytes may then be looked at, the last ones are."""
-    nbytes = layout.row_nbytes[rows.number]
-    is_whole = (rows.address % WORD_NBYTES == 0) & (nbytes % WORD_NBYTES == 0)
-    fits: NDArray[np.bool_] = rows.is_dense & is_whole & (nbytes > 0)
+    """Which rows are dense and as long as a word: their first and their last bytes may then be looked at."""
+    fits: NDArray[np.bool_] = rows.is_dense & (layout.row_nbytes[rows.number] >= WORD_NBYTES)
     return fits
 
 

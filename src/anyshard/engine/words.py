@@ -24,39 +24,41 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class WordPlaces:
-    """Which words of rows are read: word `word[i]` of row `row[i]`."""
+    """Which words of rows are read: the one at byte `start[i]` of row `row[i]`, aligned or not."""
 
     row: IntColumn
-    word: IntColumn
+    start: IntColumn
 
 
 def choose_words(nbytes: IntColumn) -> WordPlaces:
-    """The first and the last word of each row, where the copy begins and ends, and of longer ones more, one for each MiB.
+    """The first and the last 8 bytes of each row, where the copy begins and ends, and of longer ones more, one word for each MiB.
 
-    Of a row that is not made of whole words the last bytes are in none.
+    No row is shorter than a word.
     """
-    num_words = nbytes // WORD_NBYTES
-    # Those at the start of a stretch end before the last word, so none of them reaches behind the row.
-    num = np.minimum(2 + (num_words - 2) // (_STRETCH_NBYTES // WORD_NBYTES), num_words)
+    num = 2 + np.maximum(nbytes - WORD_NBYTES - 1, 0) // _STRETCH_NBYTES
     row = np.repeat(np.arange(len(nbytes)), num)
     order = np.arange(len(row)) - np.repeat(np.cumsum(num) - num, num)
     is_last = order == (num - 1)[row]
-    return WordPlaces(row, np.where(is_last, (num_words - 1)[row], order * _STRETCH_NBYTES // WORD_NBYTES))
+    return WordPlaces(row, np.where(is_last, (nbytes - WORD_NBYTES)[row], order * _STRETCH_NBYTES))
 
 
 def read_words(addresses: IntColumn, places: WordPlaces) -> Words:
-    """The words of rows that lie in memory at these addresses, which are multiples of 8."""
+    """The words of rows that lie in memory at these addresses."""
     if not len(places.row):
         return np.zeros(0, dtype=np.uint64)
     base = int(addresses.min())
-    index = ((addresses - base) // WORD_NBYTES)[places.row] + places.word
-    words: Words = _view(base, (int(index.max()) + 1) * WORD_NBYTES).view(np.uint64)[index]
-    return words
+    starts = (addresses - base)[places.row] + places.start
+    return _pick(_view(base, int(starts.max()) + WORD_NBYTES).data, starts)
 
 
 def pick_words(memory: memoryview, positions: IntColumn, places: WordPlaces) -> Words:
-    """The words of rows that lie at these positions of `memory`, which are multiples of 8."""
-    words: Words = np.frombuffer(memory, dtype=np.uint64)[(positions // WORD_NBYTES)[places.row] + places.word]
+    """The words of rows that lie at these positions of `memory`."""
+    return _pick(memory, positions[places.row] + places.start) if len(places.row) else np.zeros(0, dtype=np.uint64)
+
+
+def _pick(memory: memoryview, starts: IntColumn) -> Words:
+    """The words that begin at these bytes."""
+    words: Words = np.ndarray(memory.nbytes - WORD_NBYTES + 1, np.uint64, memory, strides=(1,))[starts]
     return words
 
 
