@@ -13,6 +13,7 @@ from anyshard.options import LoadOptions, SaveOptions
 from anyshard.records.values import ValueRegistry
 
 if TYPE_CHECKING:
+    from anyshard.coord.group import Group
     from anyshard.coord.torch_dist import GroupLike
     from anyshard.monitor.events import Sink
     from anyshard.pending import PendingSave
@@ -215,6 +216,26 @@ def register_value(name: str, type_: type[T], encode: Callable[[T], object], dec
     A checkpoint holds the name, never code: loading calls `decode` only in a process that registered the same name.
     """
     _registry().register(name, type_, encode, decode)
+
+
+def save_step(place: Store, app_state: Mapping[str, object], *, run_id: str | None, **given: Any) -> SaveReport:
+    """As `save`, for a step of a run; the `run_id` that counts is that of the coordinator."""
+    return _checkpointer(os.getpid()).save(place, app_state, run_id=run_id, **given)
+
+
+def async_save_step(place: Store, app_state: Mapping[str, object], *, run_id: str | None, **given: Any) -> PendingSave:
+    """As `async_save`, for a step of a run; the `run_id` that counts is that of the coordinator."""
+    return _checkpointer(os.getpid()).async_save(place, app_state, run_id=run_id, **given)
+
+
+def group_of(group: GroupLike, timeout_s: float) -> Group:
+    """The ranks that take part in the operations of `group`."""
+    return _checkpointer(os.getpid()).find_group(group, timeout_s)
+
+
+def hear_from_coordinator(what: str, find: Callable[[], bytes], *, group: GroupLike, timeout_s: float) -> bytes:
+    """What `find` returns on the coordinator of `group`, on all its ranks, which all call; so too what it raises."""
+    return _checkpointer(os.getpid()).hear_from_coordinator(what, find, group=group, timeout_s=timeout_s)
 
 
 @functools.cache

@@ -73,8 +73,9 @@ class Checkpointer:
         group: GroupLike,
         options: SaveOptions | None,
         sinks: Sequence[Sink],
+        run_id: str | None = None,
     ) -> SaveReport:
-        """See `anyshard.save`."""
+        """See `anyshard.save`; `run_id` is that of the coordinator."""
         # Saving and loading need torch, opening does not: hence imports where they are used.
         from anyshard.saving import SaveOperation
         from anyshard.snapshot import LiveSnapshot
@@ -86,7 +87,8 @@ class Checkpointer:
         with ExitStack() as stack:
             ranks = stack.enter_context(membership.take_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
-                asked = _Asked(place=place, step=step, overwrite=overwrite, options=_choose(SaveOptions, options), sinks=sinks)
+                chosen = _choose(SaveOptions, options)
+                asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=sinks, run_id=run_id)
                 request = self._request(membership, ranks, asked)
             stack.enter_context(request.operation.events.span("save", file=request.operation.store.url))
             report = SaveOperation(request).run(LiveSnapshot(app_state, request.taking))
@@ -103,8 +105,9 @@ class Checkpointer:
         group: GroupLike,
         options: SaveOptions | None,
         sinks: Sequence[Sink],
+        run_id: str | None = None,
     ) -> PendingSave:
-        """See `anyshard.async_save`."""
+        """See `anyshard.async_save`; `run_id` is that of the coordinator."""
         from anyshard.progress import Progress
 
         began_s, timeout_s = time.perf_counter(), _timeout_of(options)
@@ -114,9 +117,8 @@ class Checkpointer:
         self._wait_at_exit()
         try:
             progress = Progress(membership.group.rank)
-            asked = _Asked(
-                place=place, step=step, overwrite=overwrite, options=_choose(SaveOptions, options), sinks=(*sinks, progress)
-            )
+            chosen, all_sinks = _choose(SaveOptions, options), (*sinks, progress)
+            asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=all_sinks, run_id=run_id)
             ranks = membership.group if membership.group.size > 1 else make_lone_group(membership.group.ranks[0])
             request = self._request(membership, ranks, asked, began_s=began_s)
         except Exception as error:
@@ -165,6 +167,27 @@ class Checkpointer:
         self._memberships.check_outside("wait_all")
         wait_all(self._memberships.savers, timeout_s)
 
+    def find_group(self, group: GroupLike, timeout_s: float) -> Group:
+        """The ranks that take part in the operations of `group`."""
+        return self._memberships.find(group, timeout_s).group
+
+    def hear_from_coordinator(self, what: str, find: Callable[[], bytes], *, group: GroupLike, timeout_s: float) -> bytes:
+        """What `find` returns on the coordinator, on all ranks, which all call; so too what it raises. `what` names the call."""
+        membership = self._memberships.find(group, timeout_s)
+        with (
+            membership.take_turn(what, timeout_s) as ranks,
+            ranks.agree(what, patience=patience_with_ranks(timeout_s)) as agreement,
+            agreement.phase("find"),
+        ):
+            if ranks.is_coordinator:
+                agreement.announce("found", find())
+            found = agreement.hear("found")
+            agreement.post("heard", b"")
+            if ranks.is_coordinator:
+                agreement.collect("heard")
+            agreement.decide()
+            return found
+
     def _find_background(self, membership: Membership) -> Background:
         from anyshard.async_saving import Background
 
@@ -192,7 +215,7 @@ class Checkpointer:
 
         options = asked.options
         operation = self._make_operation(asked.place, ranks, options=options, sinks=asked.sinks)
-        intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent)
+        intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent, asked.run_id)
         registry = self._registry.extended(torch_types())
         longest = operation.store.capabilities.max_blob_nbytes
         max_blob_nbytes = options.max_blob_nbytes if longest is None else min(longest, options.max_blob_nbytes)
@@ -284,6 +307,7 @@ class _Asked:
     overwrite: bool
     options: SaveOptions
     sinks: Sequence[Sink]
+    run_id: str | None = None
 
 
 def _show(place: Place) -> str:

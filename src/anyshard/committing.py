@@ -98,7 +98,7 @@ class Commit:
             attempt=self.begun.attempt,
             state=StepState.COMMITTED,
             step=self.intent.step,
-            run_id=None,
+            run_id=self.begun.run_id,
             sections=common.sections,
             time=utc_now(),
             writer=writer_name(),

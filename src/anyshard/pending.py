@@ -175,6 +175,17 @@ class PendingSave:
         self._check_process()
         return self._course.is_over
 
+    def wait_ended(self, timeout_s: float | None = None) -> bool:
+        """Return once the save is over, committed or failed; false if it is not within `timeout_s`. Raises no failure of it."""
+        self._check_process()
+        return self._course.wait(None, timeout_s)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint exists."""
+        self._check_process()
+        return self._course.has_reached(Moment.COMMITTED)
+
     @property
     def stall_s(self) -> float:
         """How long training was held by this save up to now: the call, and optimizer steps that had to wait for the copy."""

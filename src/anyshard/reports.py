@@ -67,7 +67,8 @@ class LoadReport:
     `nbytes` counts bytes filled, `read_nbytes` bytes fetched. `missing` and `unexpected` are empty after a strict load;
     `not_asked_for` are top-level names of the checkpoint that the app state does not have; `created` are tensors
     and arrays that were newly made, as there was none to fill: in state that an optimizer lacked, in values, for statefuls;
-    `replaced_values` are values that took their stored value.
+    `replaced_values` are values that took their stored value. `skipped` are newer steps of the run that could not be loaded, and
+    why.
     """
 
     url: str
@@ -84,6 +85,7 @@ class LoadReport:
     replaced_values: tuple[str, ...] = ()
     created: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    skipped: tuple[tuple[int, str], ...] = ()
 
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"

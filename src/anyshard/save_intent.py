@@ -21,12 +21,13 @@ _TRAILING_NUMBER = re.compile(r"(?:^|[_=-])[A-Za-z]*0*([0-9]{1,18})$")
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """What the caller asked for, and the checkpoint that the job had loaded before."""
+    """What the caller asked for, the checkpoint that the job had loaded before, and the run that the step belongs to."""
 
     step: int | None
     overwrite: bool
     options: SaveOptions
     parent: Parent | None
+    run_id: str | None = None
 
     def check_user(self) -> None:
         """Refuse user metadata that a manifest cannot hold."""

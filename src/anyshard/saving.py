@@ -143,7 +143,7 @@ class SaveOperation:
                 self._store, sections=plan.common.sections, overwrite=self._intent.overwrite, events=self._operation.events
             )
         replica_check = self._intent.options.replica_check  # of all ranks, or those that compare less would seem to differ
-        begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check)
+        begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check, self._intent.run_id)
         agreement.announce("begin", begun.encode())
         return pieces, begun
 
@@ -186,7 +186,7 @@ class SaveOperation:
             generation=begun.generation,
             attempt=begun.attempt,
             step=self._intent.step,
-            run_id=None,
+            run_id=begun.run_id,
             world_size=self._group.size,
             writer=writer_name(),
             values=values,

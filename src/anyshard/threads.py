@@ -1,5 +1,7 @@
-"""Threads: starting them when the interpreter is about to end, which from Python 3.12 on starts none (exit handlers may save,
-too), and keeping those of a save in the background from taking the core of a thread that trains."""
+"""Threads: starting them when the interpreter is about to end, and keeping those of background saves from trainers' cores.
+
+From Python 3.12 on an interpreter that is ending starts none: exit handlers may save, too.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from anyshard.storage.wrappers import (
     Verb,
     WrapperStore,
 )
+from anyshard.storage.wrappers.below import StoreBelow
 from anyshard.testing.store_contract import MakeStore, StoreContract
 
 
@@ -62,6 +63,15 @@ class TestWrapped(StoreContract):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return _wrapped
+
+
+class TestBelow(StoreContract):
+    """A store below another one is one like any other, on the disk, beside its siblings."""
+
+    @pytest.fixture
+    def make_store(self, quick_path: Path) -> MakeStore:
+        numbers, outer = itertools.count(), LocalStore(quick_path / "run", direct=False)
+        return lambda: StoreBelow(outer, f"step_{next(numbers)}/")
 
 
 class TestSequential(StoreContract):

@@ -52,13 +52,17 @@ class LocalPlan(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """The coordinator has begun: under which plan, as which attempt at which generation, and how all ranks compare replicas."""
+    """The coordinator has begun: under which plan, as which attempt at which generation of a step of which run.
+
+    And how all ranks compare replicas.
+    """
 
     plan: str
     is_new: bool
     generation: int
     attempt: str
     replica_check: Literal["sample", "full", "off"]
+    run_id: str | None = None
 
     def name_blob(self, section: str, rank: int, k: int) -> str:
         """The name of blob `k` of a rank in a section of this attempt."""
