@@ -1,4 +1,4 @@
-"""Random state: every generator goes on exactly as it would have, and nothing draws in between."""
+"""Random state of one rank: every generator goes on exactly as it would have, and nothing draws in between."""
 
 # ruff: noqa: NPY002 - NumPy's global generator is what this is about
 
@@ -102,14 +102,14 @@ def test_every_rank_has_its_own() -> None:
     assert first_number(1) == torch.rand(1).item()
 
 
-def test_another_number_of_ranks_is_refused() -> None:
-    """Unless it is left out: no rule says yet who would go on with which numbers."""
-    kept = keep_on_two_ranks(lambda rank: RNGState())
-    with pytest.raises(StateMismatch) as caught:
-        plan(kept, {"rng": RNGState()})
+def test_another_number_of_ranks_can_be_refused() -> None:
+    """It can be left out then, and the generators stay as they are."""
+    kept, live = keep_on_two_ranks(lambda rank: RNGState()), RNGState(other_mesh="refuse")
+    with pytest.raises(StateMismatch, match=r"that of rank 0 of 1, found those of .* exclude=\['rng'\]") as caught:
+        plan(kept, {"rng": live})
     assert [(Mismatch.RANK, "rng")] == [(difference.kind, difference.address) for difference in caught.value.differences]
     before = torch.get_rng_state()
-    give(kept, {"rng": RNGState()}, exclude=["rng"])
+    give(kept, {"rng": live}, exclude=["rng"])
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -132,7 +132,12 @@ def _with_numpy(**changes: Any) -> Callable[[], dict[str, Any]]:
 DAMAGE: dict[str, tuple[Callable[[], object], str]] = {
     "number": (lambda: 5, "expected the random state of python, numpy, cpu, found int"),
     "nothing": (dict, "expected the random state of python, numpy, cpu, found "),
-    "accelerator": (_with(**{"cuda:0": b""}), "found python, numpy, cpu, cuda:0"),
+    "no cpu": (
+        lambda: {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)},
+        "found python, numpy; exclude=",
+    ),
+    "no map of generators": (_with(generators=5), "found generators that are no map"),
+    "python with text": (lambda: _with(python=(*random.getstate()[:2], "text"))(), "damage at python"),
     "short python": (_with(python=(3, (1, 2), None)), "damage"),
     "python list": (_with(python=[]), "damage"),
     "no numpy": (_with(numpy=None), "damage"),
@@ -144,6 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[], object], str]] = {
     "empty cpu": (_with(cpu=b""), "damage"),
     "cpu of zeros": (_with(cpu=bytes(5056)), "damage"),
     "cpu text": (_with(cpu="text"), "damage"),
+    "cpu number": (_with(cpu=10**12), "damage at cpu"),
 }
 
 
@@ -159,6 +165,7 @@ def test_what_is_no_random_state_is_refused_before_anything_changes(make: Callab
     with pytest.raises(StateMismatch, match="rng: kind .expected a random state for the generators of this process") as caught:
         plan(kept, {"rng": RNGState()})
     assert found in str(caught.value)
+    assert "exclude=" in str(caught.value)
     with pytest.raises(ValueError):
         RNGState().load_state_dict(make())
     assert before == take_all()
@@ -171,7 +178,7 @@ def test_all_devices_of_the_accelerator_take_part(monkeypatch: pytest.MonkeyPatc
         get_rng_state=lambda device: devices[str(device)].get_state(),
         set_rng_state=lambda state, device: devices[str(device)].set_state(state),
     )
-    monkeypatch.setattr("anyshard.adapters.random_state._list_devices", lambda: list(devices))
+    monkeypatch.setattr("anyshard.adapters.random_state._list_devices", lambda: {name: name for name in devices})
     monkeypatch.setattr("anyshard.adapters.random_state._device_module", lambda: module)
     kept = keep({"rng": RNGState()})
     expected = [torch.rand(1, generator=generator).item() for generator in devices.values()]

@@ -33,7 +33,10 @@ class Loader:
 
 
 def make_state(position: int, *, key: int) -> dict[str, Any]:
-    return {"rng": anyshard.RNGState(), "data": {"loader": anyshard.PerRank(Loader(position), key=key), "epoch": 3}}
+    return {
+        "rng": anyshard.RNGState(other_mesh="refuse"),
+        "data": {"loader": anyshard.PerRank(Loader(position), key=key), "epoch": 3},
+    }
 
 
 def read(state: dict[str, Any]) -> tuple[object, ...]:
@@ -83,7 +86,7 @@ def test_each_rank_gets_its_own_back(worlds, tmp_path: Path) -> None:
 
 
 def test_a_key_takes_values_to_other_ranks(worlds, tmp_path: Path) -> None:
-    """To another rank of as many, and to another number of ranks, where random state has to be left out."""
+    """To another rank of as many, and to another number of ranks, where random state that may not go there is left out."""
     path = str(tmp_path / "a")
     worlds(2).run(save_and_load, path)
     assert [(1, [1, 2, 3], 3), (0, [0, 1, 2], 3)] == worlds(2).run(load_with_keys_swapped, path)
@@ -124,3 +127,14 @@ def test_ranks_with_equal_keys_must_have_equal_values(worlds: Worlds, tmp_path: 
     for refused, equal, later in worlds(2).run(save_with_one_key, str(tmp_path)):
         assert "loader: one value on rank 0, another on rank 1" in refused
         assert ("()", ["loader"]) == (equal, later)
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of docs/random-state.md, in an empty directory."""
+    text = (Path(__file__).parents[2] / "docs/random-state.md").read_text(encoding="ascii")
+    example = text.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_rng_state()
+    exec(compile(example, "docs/random-state.md", "exec"), {})
+    torch.set_rng_state(before)
+    assert ["step_1"] == [path.name for path in (tmp_path / "runs/a").iterdir()]
