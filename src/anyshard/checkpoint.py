@@ -14,16 +14,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from anyshard.commit.resolve import look, resolve
+from anyshard.commit.listing import PARTS_PREFIX
+from anyshard.commit.resolve import Resolved, look, resolve
+from anyshard.commit.stored_index import read_index
 from anyshard.engine.blocks import BlockPool
 from anyshard.engine.read import OpenBlobs, ReadJob, open_blobs
-from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointReplaced, LimitExceeded
+from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointNotFound, CheckpointReplaced, LimitExceeded
 from anyshard.planning.match import match_shards
 from anyshard.planning.reads import plan_reads
 from anyshard.records.addresses import join_address, section_of, show, split_address
 from anyshard.records.captured import Stored
 from anyshard.records.checks import check_marks, check_sections, check_slots
-from anyshard.records.digests import check_digest, digest_bytes
+from anyshard.records.digests import digest_bytes
 from anyshard.records.dtypes import find_dtype
 from anyshard.records.handles import BITS_DTYPES, ArrayDestination
 from anyshard.records.index import decode_index
@@ -34,6 +36,7 @@ from anyshard.records.rank_messages import Message, read_message
 from anyshard.records.section_values import ABSENT, SectionValues, decode_section, pick_own_tree
 from anyshard.records.tables import Index, ShardTable, one_shard
 from anyshard.records.tail import CELL_NBYTES
+from anyshard.records.thinner import explain_gone
 from anyshard.records.value_parts import merge_trees
 from anyshard.records.values import ValueRegistry, is_container, label_item, list_items
 from anyshard.records.values_types import PerRankMark, TensorMark
@@ -43,8 +46,6 @@ from anyshard.stored_tensor import StoredTensor
 _MAX_TOLD_NBYTES = 1 << 20
 _COORDINATOR = 0  # the rank of a saving job whose payloads say what others hold
 _MAX_GAP_NBYTES = CELL_NBYTES
-# Bounds of the index's file: its pages (see records/index.py), even if they did not compress, and its footer.
-_INDEX_NBYTES_FIXED, _INDEX_NBYTES_PER_ROW = 8 << 20, 4096 + 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class Checkpoint:
     def values(self, section: str) -> Any:
         """The whole value tree of a section, with a `TensorMark` where a tensor is."""
         if section not in self.sections:
-            raise KeyError(f"{show(section)}: not in {self.url}, which holds {', '.join(self.sections)}")
+            raise self._lacks(section, section)
         if section not in self._trees:
             self._trees[section] = self._read_tree(section)
         return self._trees[section]
@@ -205,7 +206,13 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.url} step {self.step} with {', '.join(self.sections)}>"
+        thinned = self.manifest.thinned
+        gone = "" if thinned is None else f", without {', '.join(thinned.dropped)}"
+        return f"<Checkpoint {self.url} step {self.step} with {', '.join(self.sections)}{gone}>"
+
+    def _lacks(self, sought: str, section: str) -> KeyError:
+        message = f"{show(sought)}: not in {self.url}, which holds {', '.join(self.sections)}"
+        return KeyError(f"{message}. {gone}" if (gone := explain_gone(self.manifest, (section,))) else message)
 
     def _open(self, blobs: Iterable[int]) -> None:
         """Open these blobs and check them, together with what the index says of them, unless they are open."""
@@ -257,7 +264,7 @@ class Checkpoint:
         if address in self.index.shards.tensors.rows:
             return TensorMark(address, "tensor")
         if section_of(address) not in self.sections:
-            raise KeyError(f"{show(address)}: not in {self.url}, which holds {', '.join(self.sections)}")
+            raise self._lacks(address, section_of(address))
         value: object = self.values(section_of(address))
         parts = split_address(address)
         for depth, part in enumerate(parts[1:], start=1):
@@ -287,9 +294,14 @@ def open_checkpoint(store: Store, *, means: ReadingMeans) -> Checkpoint:
     return Checkpoint(store, read_records(store), means=means)
 
 
-def read_records(store: Store) -> Records:
-    """Resolve the store's checkpoint and read its index. One read of the manifest decides what everything else must be."""
-    resolved = resolve(store)
+def read_records(store: Store, resolved: Resolved | None = None) -> Records:
+    """Resolve the store's checkpoint, or take it as resolved, and read its index: one read of the manifest decides all else.
+
+    A step in parts is `CheckpointNotFound`, with the names of the parts: each is a checkpoint.
+    """
+    resolved = resolved or resolve(store)
+    if resolved.manifest.parts:
+        raise _in_parts(store, resolved.manifest)
     name = manifest_name(resolved.manifest.generation)
     return Records(name, resolved.data, _read_index(store, resolved.manifest, resolved.digest))
 
@@ -311,28 +323,19 @@ def hear_records(told: bytes, store: Store) -> Records:
 
 
 def _read_index(store: Store, manifest: Manifest, digest: str) -> bytes:
-    entry = manifest.index
-    if entry is None:
-        raise CheckpointDamaged(f"{store.url}: its manifest names no index", file=store.url)
-    limit = _INDEX_NBYTES_FIXED + _INDEX_NBYTES_PER_ROW * manifest.num_rows
-    if entry.nbytes > limit:  # the file's own length is no bound: a sparse file has any, for nothing
-        raise CheckpointDamaged(
-            f"{store.url}: {entry.name}: expected an index of at most {limit} bytes, found {entry.nbytes}; "
-            "load another checkpoint",
-            file=entry.name,
-        )
     try:
-        data = store.read(entry.name, max_nbytes=entry.nbytes)
+        return read_index(store, manifest)
     except (BlobNotFound, LimitExceeded):
         _explain_missing(store, digest)
         raise
-    if len(data) != entry.nbytes:
-        raise CheckpointDamaged(
-            f"{store.url}: {entry.name}: expected {entry.nbytes} bytes, found {len(data)}. Copy it again from where it was whole",
-            file=entry.name,
-        )
-    check_digest(data, entry.digest, file=entry.name)
-    return data
+
+
+def _in_parts(store: Store, manifest: Manifest) -> CheckpointNotFound:
+    names = [part.name for part in manifest.parts]
+    return CheckpointNotFound(
+        f"{store.url}: expected a checkpoint, found a step in parts ({', '.join(names)}), each of which is one: give the path of "
+        f"a part ({store.url}/{PARTS_PREFIX}{names[0]}), or load it with the run (run.load(app_state, role={names[0]!r}))"
+    )
 
 
 def _explain_missing(store: Store, digest: str) -> None:

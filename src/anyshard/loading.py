@@ -32,12 +32,13 @@ from anyshard.errors import (
 from anyshard.operation import Operation
 from anyshard.options import LoadOptions
 from anyshard.planning.surplus import encode_surplus, find_common, list_surplus, number_addresses
-from anyshard.records.addresses import Globs, component, show
+from anyshard.records.addresses import Globs, component, section_of, show
 from anyshard.records.captured import StoredRun
 from anyshard.records.load_plan import LoadPlan
 from anyshard.records.manifest import Parent
 from anyshard.records.rank_messages import Message, read_message
 from anyshard.records.regions import decompose_run
+from anyshard.records.thinner import explain_gone
 from anyshard.reports import LoadReport
 
 _COMPARED_ELEMENTS = 1 << 22  # of each of two tied tensors at a time
@@ -124,7 +125,7 @@ class LoadOperation:
         sections = [name for name in checkpoint.sections if name in app_state and self._can_want(checkpoint, component(name))]
         with events.span("load.records"):
             stored = checkpoint.stored(sections)
-        with events.span("load.adapt"):
+        with events.span("load.adapt"), _explaining(checkpoint):
             target = plan_load(
                 app_state,
                 stored,
@@ -273,8 +274,26 @@ class LoadOperation:
             not_asked_for=target.not_asked_for,
             replaced_values=target.replaced_values,
             created=target.created,
-            warnings=target.warnings + passed_over + idle,
+            warnings=target.warnings + passed_over + idle + _find_gone(checkpoint, target.missing),
         )
+
+
+@contextmanager
+def _explaining(checkpoint: Checkpoint) -> Iterator[None]:
+    """Say of what is missing that it was there once, if so."""
+    try:
+        yield
+    except StateMismatch as mismatch:
+        missing = [one.address for one in mismatch.differences if one.kind is Mismatch.MISSING]
+        for gone in _find_gone(checkpoint, missing):
+            raise StateMismatch(checkpoint.url, mismatch.differences, f"{gone}.") from mismatch
+        raise
+
+
+def _find_gone(checkpoint: Checkpoint, missing: Sequence[str]) -> tuple[str, ...]:
+    """What a thinned checkpoint has no more of what is missing, in one sentence; nothing if it never had it."""
+    gone = explain_gone(checkpoint.manifest, {section_of(address) for address in missing})
+    return (gone,) if gone else ()
 
 
 def _compare_ties(checkpoint: Checkpoint, target: LoadTarget) -> None:

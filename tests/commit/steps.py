@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from anyshard.commit.attempt import Attempt, begin
 from anyshard.commit.deletion import remove_superseded
 from anyshard.commit.publish import Patience, publish
 from anyshard.commit.resolve import resolve
 from anyshard.errors import CheckpointDamaged, CheckpointNotFound
 from anyshard.records.digests import digest_bytes
+from anyshard.records.index import encode_index
 from anyshard.records.manifest import BlobEntry, IndexEntry, Manifest, StepState
 from anyshard.records.names import blob_name, index_name, parse_name
+from anyshard.records.tables import Index, make_tensor_table, whole_shards
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 
 BLOB_NBYTES = 4096
+INDEX = encode_index(Index(whole_shards(make_tensor_table([], [], [], {})), np.zeros(0, np.int64), np.zeros(0, np.int64)))
 ATTEMPTS = tuple(letter * 13 for letter in "abcdef")
 
 
@@ -56,7 +61,7 @@ def make_manifest(generation: int, attempt: str, *, sections: tuple[str, ...] = 
         world_size=1,
         num_rows=1,
         num_slots=1,
-        index=IndexEntry(index_name(generation, attempt), 5, digest_bytes(b"index")),
+        index=IndexEntry(index_name(generation, attempt), len(INDEX), digest_bytes(INDEX)),
         blobs=blobs,
     )
 
@@ -69,7 +74,7 @@ def write_files(store: Store, manifest: Manifest) -> Iterator[str]:
             writer.finish()
         yield "blob"
     assert manifest.index is not None
-    store.create(manifest.index.name, b"index", token=manifest.attempt)
+    store.create(manifest.index.name, INDEX, token=manifest.attempt)
     yield "index"
 
 
@@ -99,9 +104,9 @@ def save(store: Store, *, overwrite: bool = False, grace_s: float = 3600.0) -> M
     return resolve(store).manifest
 
 
-def write_attempt(store: Store, attempt: Attempt) -> Manifest:
+def write_attempt(store: Store, attempt: Attempt, *, sections: tuple[str, ...] = ("model",)) -> Manifest:
     """All files of an attempt but its record, which is returned."""
-    manifest = make_manifest(attempt.generation, attempt.id)
+    manifest = make_manifest(attempt.generation, attempt.id, sections=sections)
     for _ in write_files(store, manifest):
         pass
     return manifest

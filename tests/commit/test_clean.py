@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from anyshard import ops
+from anyshard.commit.cleaning import DAY_S, TOMBSTONE_S
 from anyshard.commit.resolve import check_complete, resolve
 from anyshard.errors import CheckpointDamaged, CheckpointNotFound
-from anyshard.ops.clean import DAY_S, TOMBSTONE_S
 from anyshard.records.names import manifest_name, parse_name
 from anyshard.storage.local import LocalStore
 from anyshard.storage.memory import MemoryStore

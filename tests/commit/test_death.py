@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import pytest
 
 from anyshard.commit.attempt import begin
+from anyshard.commit.cleaning import DAY_S
 from anyshard.commit.deletion import remove_superseded
 from anyshard.commit.publish import publish
 from anyshard.commit.resolve import check_complete, resolve
 from anyshard.commit.tombstone import delete_step
 from anyshard.errors import CommitConflict, StorageError
-from anyshard.ops.clean import DAY_S, clean
+from anyshard.ops.clean import clean
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.wrappers import FaultStore, Rule, Verb
 from anyshard.storage.wrappers.faults import do_before, fail

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anyshard.commit.deletion import Generations, deletable
 from anyshard.commit.listing import Owner, StepListing
+from anyshard.commit.resolve import named_files
 from anyshard.commit.tombstone import make_fence, make_tombstone
 from anyshard.records.manifest import Manifest
-from anyshard.records.names import blob_name, index_name, manifest_name
+from anyshard.records.names import blob_name, index_name, manifest_name, parse_name
 from anyshard.storage.protocol import Entry
 from tests.commit.steps import ATTEMPTS, make_manifest
 
@@ -64,6 +67,42 @@ def test_long_after_the_grace_exactly_the_useless_files_may_go(row: str) -> None
     generations = make_generations(*manifests)
     listing = make_listing(*files, records=tuple(generations.manifests))
     assert tuple(expected) == deletable(listing, generations, now_s=LONG_AFTER_S, grace_s=HOUR_S)
+
+
+def make_history(acts: list[str]) -> list[Manifest]:
+    """The records of these changes of a step that a save of two sections began."""
+    manifests = [make_manifest(1, "a" * 13, sections=("model", "extra"))]
+    for generation, act in enumerate(acts, start=2):
+        newest, attempt = manifests[-1], ("abcdefghijklmnop"[generation] * 13)
+        if act == "save":
+            manifests.append(make_manifest(generation, attempt, sections=("model", "extra")))
+        elif act == "thin" and newest.index is not None:
+            index = replace(newest.index, name=index_name(generation, attempt))
+            thin = replace(
+                newest, generation=generation, attempt=attempt, index=index, sections=("model",), blobs=newest.blobs[:1]
+            )
+            manifests.append(thin)
+        else:
+            manifests.append(make_tombstone(generation, newest) if act == "delete" else make_fence(generation, newest))
+    return manifests
+
+
+@given(st.lists(st.sampled_from(["save", "fence", "thin", "delete"]), max_size=8))
+def test_without_a_grace_all_goes_that_the_newest_record_does_not_name(acts: list[str]) -> None:
+    """Whatever happened to a step: exactly the files of its newest record, and that record, stay."""
+    manifests = make_history(acts)
+    keys = {key for manifest in manifests for key in named_files(manifest)}
+    owned: dict[Owner, tuple[Entry, ...]] = {}
+    for key in sorted(keys):
+        name = parse_name(key)
+        assert name is not None
+        owner = Owner(name.generation, name.attempt or "")
+        owned[owner] = (*owned.get(owner, ()), Entry(key, 4096, 0.0))
+    records = tuple(manifest.generation for manifest in manifests)
+    listing = replace(make_listing(records=records), files=owned)
+    gone = deletable(listing, make_generations(*manifests), now_s=LONG_AFTER_S, grace_s=0)
+    expected = (keys - set(named_files(manifests[-1]))) | {manifest_name(generation) for generation in records[:-1]}
+    assert (expected, len(expected)) == (set(gone), len(gone))
 
 
 @pytest.mark.parametrize(("age_s", "expected"), [(HOUR_S - 1, ()), (HOUR_S, (blob(1, A), manifest_name(1)))])

@@ -12,6 +12,7 @@ from anyshard.commit.attempt import abandoning, begin
 from anyshard.commit.deletion import remove_superseded
 from anyshard.commit.publish import publish
 from anyshard.commit.resolve import check_complete, resolve
+from anyshard.commit.thinning import thin_step
 from anyshard.commit.tombstone import delete_step
 from anyshard.errors import CheckpointNotFound, CommitConflict, StorageError
 from anyshard.ops.clean import clean
@@ -34,6 +35,21 @@ def write(store: Store) -> Manifest:
     return manifest
 
 
+def write_more(store: Store) -> Manifest:
+    """A save of two sections, one of which may be dropped later."""
+    attempt = begin(store, sections=SECTIONS, overwrite=True)
+    with abandoning(store, attempt):
+        manifest = write_attempt(store, attempt, sections=SECTIONS)
+        publish(store, manifest)
+    remove_superseded(store, 0)
+    return manifest
+
+
+def thin(store: Store) -> object:
+    """Drop one of two sections."""
+    return thin_step(store, ("model",))
+
+
 def clean_harshly(store: Store) -> object:
     """A clean that takes every unfinished save for dead."""
     return clean(store, older_than_s=0, grace_s=0)
@@ -41,6 +57,8 @@ def clean_harshly(store: Store) -> object:
 
 WRITERS: tuple[Callable[[Store], object], ...] = (write, write)
 ALL = (*WRITERS, clean_harshly, delete_step)
+THINNING = (write_more, thin, thin, clean_harshly, delete_step)
+SECTIONS = ("model", "extra")
 
 schedules = st.lists(st.integers(0, len(ALL) - 1), max_size=120)
 deaths = st.sets(st.integers(0, len(ALL) - 1))
@@ -79,6 +97,21 @@ def test_no_interleaving_tears_a_checkpoint(schedule: list[int], dying: set[int]
     save(store)
     play(store, ALL, schedule, dying)
     assert write(store) == seen_by_readers(store)
+
+
+@settings(max_examples=100)
+@given(schedule=schedules, dying=deaths)
+def test_no_interleaving_with_thinners_tears_a_checkpoint(schedule: list[int], dying: set[int]) -> None:
+    """Beside a writer, a cleaner and a deleter two thinners leave a complete checkpoint or none after every call."""
+    store = MemoryStore(clock=Clock().read)
+    write_more(store)
+    play(store, THINNING, schedule, dying)
+    last = write_more(store)
+    assert last == seen_by_readers(store)
+    thin(store)
+    seen = seen_by_readers(store)
+    assert seen is not None
+    assert (("model",), last.blobs[:1], ("extra",)) == (seen.sections, seen.blobs, seen.thinned and seen.thinned.dropped)
 
 
 @settings(max_examples=100)

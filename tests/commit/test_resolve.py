@@ -19,7 +19,7 @@ from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Listing
 from anyshard.storage.wrappers import FaultStore, Rule, Verb, WrapperStore
 from anyshard.storage.wrappers.faults import fail
-from tests.commit.steps import ATTEMPTS, Clock, make_manifest, run_until, save, save_slowly
+from tests.commit.steps import ATTEMPTS, INDEX, Clock, make_manifest, run_until, save, save_slowly
 
 A, B = ATTEMPTS[:2]
 
@@ -215,7 +215,7 @@ def test_a_file_of_another_length_is_incomplete() -> None:
     assert manifest.index is not None
     store.delete([manifest.index.name])
     put(store, manifest.index.name, b"in")
-    with pytest.raises(CheckpointDamaged, match="expected 5 bytes, found 2"):
+    with pytest.raises(CheckpointDamaged, match=f"expected {len(INDEX)} bytes, found 2"):
         check_complete(store, manifest, list_step(store))
 
 

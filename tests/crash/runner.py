@@ -1,6 +1,7 @@
 """Interrupts saves at every event and prints one JSON object per case: `python -m tests.crash.runner DIRECTORY`.
 
 Kill: a save is killed by SIGKILL at its n-th event, for every n; every second time a clean comes before the next save.
+Change: a thinning, and a delete of a step in parts, are killed in the same way.
 Stop: a save is stopped by SIGSTOP at the first event of each name, somebody else acts, and it wakes up.
 What is seen afterwards is judged by test_crash.py, which runs this script once.
 """
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,16 @@ import torch
 
 import anyshard
 from anyshard import ops
+from anyshard.commit.publish_parts import Publication, publish_parts
+from anyshard.commit.resolve import resolve
+from anyshard.commit.thinning import thin_step
+from anyshard.monitor.events import Emitter, Sink
+from anyshard.storage.local import LocalStore
 from tests.crash.children import fork
 
 Report = Callable[[str], None]
 
+ROLES = ("actor", "critic")
 SEEDS = {"blank": 0, "old": 1, "new": 2, "next": 3}
 OPTIONS = anyshard.SaveOptions(byte_budget=1 << 20, block_nbytes=1 << 17, threads=2, overwrite_grace_s=0)
 LOAD_OPTIONS = anyshard.LoadOptions(byte_budget=4 << 20, block_nbytes=1 << 20, threads=2)
@@ -163,10 +171,92 @@ def run_stops(directory: Path, before: str, names: list[str]) -> Iterator[dict[s
         yield {"mode": "stop", "before": before, "other": other, "at": name, "stopped": stopped, "end": end, "seen": seen}
 
 
+# Thinning, and deleting a step in parts -------------------------------------------------------------------------------------
+
+
+def make_thin(place: Path) -> None:
+    shutil.copytree(place.parents[1] / "old" / "step_1", place)
+
+
+def make_parts(place: Path) -> None:
+    for role in ROLES:
+        shutil.copytree(place.parents[1] / "old" / "step_1", place / "parts" / role)
+    publish_parts(LocalStore(place), Publication(1, dict.fromkeys(ROLES)))
+
+
+def thin(place: Path, sink: Sink | None = None) -> None:
+    events = Emitter(() if sink is None else (sink,), operation="thin", rank=0)
+    thin_step(LocalStore(place, events=events), ("model",), events=events)
+
+
+def delete(place: Path, sink: Sink | None = None) -> None:
+    ops.delete(place, sinks=() if sink is None else (sink,))
+
+
+def look_thin(place: Path) -> str:
+    """`whole`, `thin`, or what else there is; every byte of it was compared."""
+    with anyshard.open(place) as checkpoint:
+        is_whole = "extra" in checkpoint.sections
+    found = make_state("blank") if is_whole else {"model": make_state("blank")["model"]}
+    anyshard.load(place, found, options=LOAD_OPTIONS)
+    expected = make_state("old")
+    is_old = to_bytes({**expected, **found}) == to_bytes(expected)
+    return ("whole" if is_whole else "thin") if is_old else "torn"
+
+
+def look_parts(place: Path) -> str:
+    """`published` if the step is and all of its parts load, or how many of them load though it is deleted."""
+    loaded = [look(place / "parts" / role) == "old" for role in ROLES]
+    try:
+        resolve(LocalStore(place))
+    except anyshard.CheckpointNotFound:
+        return f"deleted, {sum(loaded)} left"
+    return "published" if all(loaded) else "torn"
+
+
+CHANGES = {"thin": (make_thin, thin, look_thin), "delete": (make_parts, delete, look_parts)}
+
+
+def seen_after(place: Path, change: Callable[[Path], None], look_at: Callable[[Path], str]) -> list[str]:
+    """What is seen, what is seen once the change was made again, and how many files there are then."""
+    return in_fork(
+        lambda: look_at(place),
+        lambda: (change(place), look_at(place))[1],
+        lambda: len([path for path in place.rglob("*") if path.is_file()]),
+    )
+
+
+def run_changes(directory: Path, name: str) -> Iterator[dict[str, object]]:
+    """Kill a change at each of its events, look, and do it again; the last case is the undisturbed one."""
+    make, change, look_at = CHANGES[name]
+
+    def act(place: Path, nth: int) -> Callable[[Report], None]:
+        def run(report: Report) -> None:
+            change(place, Interrupt(report, nth, signal.SIGKILL))
+            report("done")
+
+        return run
+
+    for nth in count(1):
+        place = directory / f"{name}_{nth}" / "step_1"
+        make(place)
+        *events, end = fork(act(place, nth)).result()
+        seen = seen_after(place, change, look_at)
+        shutil.rmtree(place.parent)
+        yield {"mode": name, "events": events, "end": end, "seen": seen}
+        if end != "killed":
+            return
+
+
+def list_modules() -> str:
+    """All modules that can be imported by their name."""
+    return " ".join(name for name, module in list(sys.modules.items()) if getattr(module, "__spec__", None) is not None)
+
+
 def warm_up(place: Path) -> None:
     """Save the old state in a fork, and import here whatever that and a load imported, so that no other fork has to."""
     save_old = partial(anyshard.save, place / "step_1", make_state("old"), options=OPTIONS)
-    *seen, imported = in_fork(save_old, partial(look, place / "step_1"), lambda: " ".join(sys.modules))
+    *seen, imported = in_fork(save_old, partial(look, place / "step_1"), list_modules)
     assert "old" == seen[-1], (seen, imported)
     for name in imported.split():
         importlib.import_module(name)
@@ -181,6 +271,9 @@ def main(directory: Path) -> None:
         for run in (run_kills, run_stops):
             for case in run(directory, before, names):
                 print(json.dumps(case))
+    for name in CHANGES:
+        for case in run_changes(directory, name):
+            print(json.dumps(case))
 
 
 if __name__ == "__main__":

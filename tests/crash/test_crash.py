@@ -97,3 +97,28 @@ def test_one_that_wakes_too_late_is_told(cases: list[Case]) -> None:
 def test_the_next_save_after_any_sleep_succeeds(cases: list[Case]) -> None:
     """After all that the place takes a save, and a clean leaves one attempt's files only."""
     assert [] == [case for case in select(cases, "stop") if case["seen"][5:] != ["next", "next", "1"]]
+
+
+def seen_of(cases: list[Case], mode: str) -> list[str]:
+    """What readers saw after each kill, in the order of the moments, each once."""
+    seen = [case["seen"][0] for case in select(cases, mode)]
+    return [what for i, what in enumerate(seen) if i == 0 or what != seen[i - 1]]
+
+
+@pytest.mark.parametrize("mode", ["thin", "delete"])
+def test_every_kill_of_a_change_hit_but_the_last(cases: list[Case], mode: str) -> None:
+    """The last round is undisturbed, and there were at least eight moments before it."""
+    *killed, last = [case["end"] for case in select(cases, mode)]
+    assert ({"killed"}, "done", True) == ({*killed}, last, len(killed) >= 8)
+
+
+def test_a_thinner_that_is_killed_leaves_the_checkpoint_whole_or_thinned(cases: list[Case]) -> None:
+    """First it is as it was, from one moment on it is thinned; thinning again leaves the record, the index and one blob."""
+    assert ["whole", "thin"] == seen_of(cases, "thin")
+    assert {("thin", "3")} == {tuple(case["seen"][1:]) for case in select(cases, "thin")}
+
+
+def test_a_delete_of_parts_that_is_killed_leaves_no_step_with_a_part_less(cases: list[Case]) -> None:
+    """The step goes first, then one part after the other; deleting again leaves a tombstone of each."""
+    assert ["published", "deleted, 2 left", "deleted, 1 left", "deleted, 0 left"] == seen_of(cases, "delete")
+    assert {("deleted, 0 left", "3")} == {tuple(case["seen"][1:]) for case in select(cases, "delete")}

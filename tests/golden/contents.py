@@ -77,3 +77,11 @@ def make_values() -> dict[str, object]:
 def make_state(seed: int = 0) -> dict[str, object]:
     """The app state of most goldens."""
     return {"tensors": make_tensors(), "values": make_values(), "step": 100 + seed, "marker": fill((9,), "int64", 100 + seed)}
+
+
+ROLES = {"actor": 1, "critic": 2}
+
+
+def make_role(seed: int) -> dict[str, object]:
+    """The app state of one part of the golden in parts."""
+    return {"model": {"weight": fill((4, 3), "float32", 50 + seed)}, "step": seed}

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import anyshard
+from anyshard.commit.publish_parts import Publication, publish_parts
+from anyshard.commit.thinning import thin_step
+from anyshard.storage.local import LocalStore
 from anyshard.testing.world import World
 from tests.golden import two_ranks
-from tests.golden.contents import make_state
+from tests.golden.contents import ROLES, make_role, make_state
 from tests.golden.cut import save_cut
 
 HERE = Path(__file__).parent / "v1"
@@ -48,6 +51,18 @@ def _two_ranks(path: Path) -> None:
         world.run(two_ranks.save, str(path))
 
 
+def _thinned(path: Path) -> None:
+    anyshard.save(path, make_state(), step=7)
+    thin_step(LocalStore(str(path)), ("tensors", "step"))
+
+
+def _parts(path: Path) -> None:
+    store = LocalStore(str(path))
+    for role, seed in ROLES.items():
+        anyshard.save(path / "parts" / role, make_role(seed), step=7)
+    publish_parts(store, Publication(7, dict.fromkeys(ROLES), user={"metrics": {"reward": 0.5}}))
+
+
 GOLDENS = {
     "plain": _plain,
     "two_blobs": _two_blobs,
@@ -55,6 +70,8 @@ GOLDENS = {
     "deleted": _deleted,
     "cut": save_cut,
     "two_ranks": _two_ranks,
+    "thinned": _thinned,
+    "parts": _parts,
 }
 
 if __name__ == "__main__":

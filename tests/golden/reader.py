@@ -62,8 +62,9 @@ def _manifest(root):
     data = _file(root, f"manifest-{highest}.json")
     _need(data[-43:] == f"\nxxh3-128:{xxh3_128_hexdigest(data[:-42])}\n".encode(), "digest line of the manifest")
     record = json.loads(data[:-43])
-    kind = [record[key] for key in ("format", "version", "requires", "generation", "bases")]
-    _need(kind == ["anyshard", 1, [], highest, []], f"kind of the manifest that {record['writer']} wrote")
+    kind = [record[key] for key in ("format", "version", "generation", "bases")]
+    is_known = kind == ["anyshard", 1, highest, []] and record["requires"] == ["parts"] * ("parts" in record)
+    _need(is_known, f"kind of the manifest that {record['writer']} wrote")
     if record["state"] == "deleted":
         raise FileNotFoundError(f"the step in {root} was deleted")
     return record
@@ -126,9 +127,13 @@ def _values(section, payloads):
     return reduce(_merge, [tree["shared"] for tree in trees if "shared" in tree]), per_rank
 
 
-def read(path: Path) -> dict:
-    """Return `step`, `user`, `tensors`, `values` and values `per_rank` of the checkpoint in a directory."""
+def read(path: Path, attempt: str | None = None) -> dict:
+    """Return `step`, `user`, `tensors`, `values` and values `per_rank` of the checkpoint in a directory, or its `parts`."""
     manifest = _manifest(root := path.resolve())
+    _need(attempt in (None, manifest.get("thinned", manifest)["attempt"]), f"attempt of part {root.name}")
+    if "parts" in manifest:
+        parts = {part["name"]: read(root / "parts" / part["name"], part["attempt"]) for part in manifest["parts"]}
+        return {"step": manifest["step"], "user": manifest["user"], "parts": parts}
     index = _file(root, manifest["index"]["name"], manifest["index"]["nbytes"])
     _need(manifest["index"]["digest"] == f"xxh3-128:{xxh3_128_hexdigest(index)}", "digest of the index")
     blobs = [_slots(_file(root, of["name"], of["nbytes"]), of["tail_position"], of["tail_digest"]) for of in manifest["blobs"]]

@@ -14,7 +14,7 @@ import anyshard
 from anyshard.records.values import TensorMark
 from anyshard.testing.world import Worlds
 from tests.golden import two_ranks
-from tests.golden.contents import fill, make_state, make_values
+from tests.golden.contents import ROLES, fill, make_role, make_state, make_values
 from tests.golden.cut import ADDRESS, whole
 
 HERE = Path(__file__).parent / "v1"
@@ -73,6 +73,26 @@ def test_golden_opens(name: str) -> None:
         )
         assert list(leaves(make_values())) == list(leaves(checkpoint.values("values")))
         assert "tensors/aa_tied" == checkpoint["tensors/weight"].tied_to
+
+
+def test_thinned_golden_loads_and_says_what_is_gone() -> None:
+    """What was kept comes back, and what was dropped is named."""
+    state = {name: blank(part) for name, part in make_state().items() if name in ("tensors", "step")}
+    report = anyshard.load(HERE / "thinned", state)
+    expected = {name: part for name, part in make_state().items() if name in state}
+    assert (list(leaves(expected)), 2) == (list(leaves(state)), report.generation)
+    with anyshard.open(HERE / "thinned") as checkpoint, pytest.raises(KeyError, match="values is gone since"):
+        checkpoint.values("values")
+
+
+def test_parts_golden_loads_part_by_part() -> None:
+    """Each part is a checkpoint; the step itself says which there are."""
+    for role, seed in ROLES.items():
+        state = blank(make_role(seed))
+        anyshard.load(HERE / "parts" / "parts" / role, state)
+        assert list(leaves(make_role(seed))) == list(leaves(state))
+    with pytest.raises(anyshard.CheckpointNotFound, match=r"actor, critic"):
+        anyshard.open(HERE / "parts")
 
 
 def test_cut_golden_opens() -> None:

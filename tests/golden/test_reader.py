@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.golden import reader, two_ranks
-from tests.golden.contents import make_state
+from tests.golden.contents import ROLES, make_role, make_state
 from tests.golden.cut import ADDRESS, whole
 
 HERE = Path(__file__).parent / "v1"
@@ -77,6 +77,36 @@ def test_reader_reads_every_tensor_and_value(name: str) -> None:
     assert exact_by_address(tensors) == exact_by_address(found["tensors"])
     assert exact(values) == exact(found["values"])
     assert FACTS[name] == (found["step"], found["user"])
+
+
+def test_reader_reads_what_is_left_of_a_thinned_checkpoint() -> None:
+    """What was kept comes back as of the golden that was not thinned, the rest is not there."""
+    tensors: dict[str, np.ndarray] = {}
+    kept = {name: node for name, node in make_state().items() if name in ("tensors", "step")}
+    values = {section: split(node, component(section), tensors) for section, node in kept.items()}
+    found = reader.read(HERE / "thinned")
+    assert exact_by_address(tensors) == exact_by_address(found["tensors"])
+    assert (exact(values), 7) == (exact(found["values"]), found["step"])
+
+
+def test_reader_reads_each_part_of_a_step() -> None:
+    """A step in parts is one checkpoint per part, and has metadata of its own."""
+    found = reader.read(HERE / "parts")
+    assert (7, {"metrics": {"reward": 0.5}}, list(ROLES)) == (found["step"], found["user"], list(found["parts"]))
+    for role, seed in ROLES.items():
+        tensors: dict[str, np.ndarray] = {}
+        values = {section: split(node, component(section), tensors) for section, node in make_role(seed).items()}
+        assert exact_by_address(tensors) == exact_by_address(found["parts"][role]["tensors"])
+        assert exact(values) == exact(found["parts"][role]["values"])
+
+
+def test_reader_refuses_a_part_that_is_not_the_one_that_is_named(tmp_path: Path) -> None:
+    """The record of a step names each part by the attempt that saved it."""
+    shutil.copytree(HERE / "parts", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "parts" / "actor")
+    shutil.copytree(HERE / "parts" / "parts" / "critic", tmp_path / "parts" / "parts" / "actor")
+    with pytest.raises(ValueError, match="attempt of part actor"):
+        reader.read(tmp_path / "parts")
 
 
 def test_reader_joins_the_boxes_of_a_cut_tensor() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import msgspec
 import pyarrow as pa
@@ -18,7 +17,7 @@ import zstandard
 from anyshard.records.checks import check_slots
 from anyshard.records.footer import FOOTER_NBYTES, decode_head, encode_head
 from anyshard.records.index import decode_index, encode_index
-from anyshard.records.manifest import decode_manifest, encode_manifest
+from anyshard.records.manifest import Manifest, PartEntry, Thinned, decode_manifest, encode_manifest
 from anyshard.records.tail import decode_tail, encode_tail
 from anyshard.records.values import decode_value, encode_value
 from anyshard.records.values_kinds import Code
@@ -37,8 +36,7 @@ Case = tuple[str, bytes]
 class Samples:
     """Whole records and their parts, made once."""
 
-    manifest_body: bytes
-    manifest_tree: dict[str, Any]
+    manifests: tuple[bytes, ...]
     tail: TailParts
     tail_table: pa.Table
     index: bytes
@@ -49,12 +47,10 @@ class Samples:
 
 def make_samples(bombs: Path | None) -> Samples:
     """All samples; bombs come from a file, since making one takes the memory that decoding one must not."""
-    body = encode_manifest(make_manifest()).splitlines()[0]
     tail = take_apart(encode_tail(make_tail()), make_tail().tail_position)
     index = encode_index(make_index())
     return Samples(
-        manifest_body=body,
-        manifest_tree=json.loads(body),
+        manifests=tuple(encode_manifest(manifest).splitlines()[0] for manifest in _make_manifests()),
         tail=tail,
         tail_table=pa.ipc.open_stream(tail.raw).read_all(),
         index=index,
@@ -62,6 +58,14 @@ def make_samples(bombs: Path | None) -> Samples:
         values=_make_values(),
         bombs=() if bombs is None else tuple(pickle.loads(bombs.read_bytes())),
     )
+
+
+def _make_manifests() -> tuple[Manifest, ...]:
+    """A usual one, that of a thinned checkpoint, and that of a step in parts."""
+    usual = make_manifest()
+    thinned = replace(usual, thinned=Thinned(ATTEMPT, ("optimizer",), usual.time))
+    blank = replace(usual, index=None, blobs=(), sections=(), num_rows=0, num_slots=0)
+    return usual, thinned, replace(blank, requires=("parts",), parts=(PartEntry("actor", 1, ATTEMPT), PartEntry("b", 2, ATTEMPT)))
 
 
 def _make_values() -> tuple[bytes, ...]:
@@ -82,11 +86,11 @@ def make_case(samples: Samples, seed: int, number: int) -> Case:
 
 
 def _bytes_of_manifest(samples: Samples, random: Random) -> Case:
-    return "manifest", sign_manifest(mutate(samples.manifest_body, random))
+    return "manifest", sign_manifest(mutate(random.choice(samples.manifests), random))
 
 
 def _tree_of_manifest(samples: Samples, random: Random) -> Case:
-    return "manifest", sign_manifest(change_json(samples.manifest_tree, random))
+    return "manifest", sign_manifest(change_json(json.loads(random.choice(samples.manifests)), random))
 
 
 def _bytes_of_stream(samples: Samples, random: Random) -> Case:

@@ -5,7 +5,7 @@ import pytest
 
 from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat, UnsupportedValue
 from anyshard.records.digests import digest_bytes
-from anyshard.records.manifest import BlobEntry, Manifest, StepState, decode_manifest, encode_manifest
+from anyshard.records.manifest import BlobEntry, Manifest, PartEntry, StepState, Thinned, decode_manifest, encode_manifest
 from anyshard.records.names import blob_name
 from tests.records.samples import ATTEMPT, make_manifest
 
@@ -290,4 +290,83 @@ def test_every_field_of_the_record_reaches_the_file():
     """No field of the record is forgotten by the codec."""
     tree = members()
     named = {"num_rows": "limits", "num_slots": "limits"}
-    assert set() == {named.get(field.name, field.name) for field in dataclasses.fields(Manifest)} - set(tree)
+    rare = {"parts", "thinned"}
+    assert rare == {named.get(field.name, field.name) for field in dataclasses.fields(Manifest)} - set(tree)
+
+
+THINNED = Thinned(ATTEMPT, ("optimizer", "extra"), "2026-01-03T03:04:05.123Z")
+
+
+def make_in_parts(**changes):
+    parts = (PartEntry("actor", 1, ATTEMPT), PartEntry("critic", 3, "b" * 13))
+    return dataclasses.replace(
+        make_tombstone(), **{"state": StepState.COMMITTED, "parts": parts, "requires": ("parts",), **changes}
+    )
+
+
+@pytest.mark.parametrize("manifest", [make_manifest(thinned=THINNED), make_in_parts()], ids=["thinned", "parts"])
+def test_rare_members_come_back_equal(manifest):
+    """A thinned checkpoint and a step in parts are decoded as they were encoded."""
+    assert manifest == decode_manifest(encode_manifest(manifest), file=f"manifest-{manifest.generation}.json")
+
+
+def test_the_attempt_of_the_data_outlives_thinning():
+    """It is the record's own attempt until the checkpoint is thinned."""
+    thinned = make_manifest(attempt="c" * 13, thinned=THINNED)
+    assert (ATTEMPT, ATTEMPT) == (make_manifest().data_attempt, thinned.data_attempt)
+
+
+def test_a_step_in_parts_is_refused_by_what_does_not_know_them(monkeypatch):
+    """Its record names the feature, so that an older release says what it lacks."""
+    monkeypatch.setattr("anyshard.records.manifest.SUPPORTED_REQUIREMENTS", frozenset())
+    with pytest.raises(UnsupportedFormat, match="'parts'"):
+        decode_manifest(encode_manifest(make_in_parts()), file="manifest-2.json")
+
+
+RARE_FAULTS = {
+    "parts are not required": (make_in_parts(requires=()), "requires"),
+    "required without parts": (make_manifest(requires=("parts",)), "requires"),
+    "parts beside an index": (make_manifest(parts=make_in_parts().parts, requires=("parts",)), "index"),
+    "parts beside a section": (make_in_parts(sections=("model",)), "parts"),
+    "parts of a deleted step": (make_in_parts(state=StepState.DELETED), "parts"),
+    "a part twice": (make_in_parts(parts=make_in_parts().parts[:1] * 2), "each name once"),
+    "a part with a slash": (make_in_parts(parts=(PartEntry("a/b", 1, ATTEMPT),)), "directory"),
+    "a part with dots": (make_in_parts(parts=(PartEntry("..", 1, ATTEMPT),)), "directory"),
+    "a part of no attempt": (make_in_parts(parts=(PartEntry("a", 1, "A"),)), "attempt"),
+    "a part of generation 0": (make_in_parts(parts=(PartEntry("a", 0, ATTEMPT),)), "generation"),
+    "a thinned step in parts": (make_in_parts(thinned=THINNED), "thinned"),
+    "a thinned tombstone": (dataclasses.replace(make_tombstone(), thinned=THINNED), "thinned"),
+    "thinned by no attempt": (make_manifest(thinned=dataclasses.replace(THINNED, attempt="")), "thinned"),
+    "thinned at no time": (make_manifest(thinned=dataclasses.replace(THINNED, time="today")), "thinned"),
+    "nothing is gone": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=())), "dropped"),
+    "gone twice": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=("a", "a"))), "dropped"),
+    "gone and there": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=("model",))), "dropped"),
+    "gone without a name": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=("",))), "dropped"),
+}
+
+
+@pytest.mark.parametrize("case", RARE_FAULTS)
+def test_rules_of_rare_members(case):
+    """What breaks a rule of parts or of thinning is never written."""
+    manifest, reason = RARE_FAULTS[case]
+    with pytest.raises(LimitExceeded, match=reason):
+        encode_manifest(manifest)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "name", "value"),
+    [
+        (make_in_parts(), "parts", [{"name": "a", "generation": 0, "attempt": ATTEMPT}]),
+        (make_in_parts(), "parts", [{"name": "../a", "generation": 1, "attempt": ATTEMPT}]),
+        (make_in_parts(), "parts", {}),
+        (make_in_parts(), "parts", []),
+        (make_manifest(thinned=THINNED), "thinned", None),
+        (make_manifest(thinned=THINNED), "thinned", {"attempt": ATTEMPT, "dropped": ["x", 1], "time": THINNED.time}),
+        (make_manifest(thinned=THINNED), "thinned", {"attempt": ATTEMPT, "dropped": ["x"]}),
+    ],
+)
+def test_rare_members_of_another_form_are_damage(manifest, name, value):
+    """Each has exactly its type, and its own rules, when it is read too."""
+    tree = json.loads(encode_manifest(manifest).splitlines()[0]) | {name: value}
+    with pytest.raises(CheckpointDamaged):
+        decode_manifest(sign(json.dumps(tree)), file=f"manifest-{manifest.generation}.json")

@@ -130,13 +130,14 @@ def _prepare(store: Store, directories: Sequence[str]) -> None:
 
 def _aim(store: Store, newest: Record | None, *, overwrite: bool) -> Attempt:
     if newest is None:
-        return Attempt(1, _make_id(), None)
+        return Attempt(1, make_attempt_id(), None)
     if newest.generation >= MAX_GENERATION:
         raise LimitExceeded(f"{store.url}: generation {newest.generation} is the last one; save to another directory")
-    return Attempt(newest.generation + 1, _make_id(), _replaceable(store, newest, overwrite=overwrite))
+    return Attempt(newest.generation + 1, make_attempt_id(), _replaceable(store, newest, overwrite=overwrite))
 
 
-def _make_id() -> str:
+def make_attempt_id() -> str:
+    """A new id that nobody can take for that of a probe."""
     while is_probe_id(attempt := make_attempt()):
         pass
     return attempt

@@ -6,6 +6,7 @@ exists, if the newest manifest does not name it, and if the grace for readers ha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -112,6 +113,19 @@ def remove_superseded(store: Store, grace_s: float, *, events: Emitter = SILENT)
     if keys:
         store.delete(keys)
         events.event("save.superseded.removed", detail=f"{len(keys)} files")
+    return keys
+
+
+def remove_licensed(store: Store, *, grace_s: float, event: str, events: Emitter = SILENT) -> tuple[str, ...]:
+    """Delete all that the rule lets go after this grace, and directories that are empty then; return the keys of the files.
+
+    Without any grace the store's clock does not matter.
+    """
+    listing, generations = read_generations(store)
+    keys = deletable(listing, generations, now_s=store.now_s() if grace_s else math.inf, grace_s=grace_s)
+    store.delete(keys)
+    store.delete(empty_directories(listing, generations.newest, removed=keys))
+    events.event(event, detail=f"{len(keys)} files")
     return keys
 
 

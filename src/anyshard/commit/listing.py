@@ -11,6 +11,7 @@ from anyshard.records.names import SECTION_DIRECTORY, FileKind, parse_name
 from anyshard.storage.protocol import Entry, Listing, Store
 
 DATA_PREFIX = "data/"
+PARTS_PREFIX = "parts/"
 
 
 class Owner(NamedTuple):
@@ -24,13 +25,15 @@ class Owner(NamedTuple):
 class StepListing:
     """One look at a step. `files` holds indexes, blobs and temporaries; a temporary belongs to its attempt like any file.
 
-    `directories` are `data/` and the directories of sections below it, as prefixes.
+    `directories` are `data/` and the directories of sections below it, as prefixes. `has_parts`: something is below `parts/`,
+    which is not looked into (see commit/parts.py).
     """
 
     manifests: Mapping[int, Entry]
     files: Mapping[Owner, tuple[Entry, ...]]
     foreign: tuple[str, ...]
     directories: tuple[str, ...] = ()
+    has_parts: bool = False
 
     @property
     def newest(self) -> int:
@@ -40,7 +43,7 @@ class StepListing:
     @property
     def is_foreign(self) -> bool:
         """Whether something is there, and nothing of it is ours."""
-        return bool(self.foreign) and not (self.manifests or self.files)
+        return bool(self.foreign) and not (self.manifests or self.files or self.has_parts)
 
     def unfinished(self, newest: int) -> dict[Owner, tuple[Entry, ...]]:
         """Files of attempts at generations above `newest`: saves that have not been published, alive or dead."""
@@ -60,7 +63,7 @@ class StepListing:
 def list_step(store: Store) -> StepListing:
     """List the root, `data/` and `data/<section>/`, nothing deeper and through no link."""
     root = store.list("")
-    listings, foreign, sections = [root], [prefix for prefix in root.prefixes if prefix != DATA_PREFIX], list[str]()
+    listings, foreign, sections = [root], [one for one in root.prefixes if one not in (DATA_PREFIX, PARTS_PREFIX)], list[str]()
     if DATA_PREFIX in root.prefixes:
         data = store.list(DATA_PREFIX)
         sections = [prefix for prefix in data.prefixes if _is_section(prefix)]
@@ -68,7 +71,7 @@ def list_step(store: Store) -> StepListing:
         listings += [data, *(store.list(prefix) for prefix in sections)]
         foreign += [prefix for listing in listings[2:] for prefix in listing.prefixes]
     directories = (DATA_PREFIX, *sections) if DATA_PREFIX in root.prefixes else ()
-    return replace(_sort_entries(listings, foreign), directories=directories)
+    return replace(_sort_entries(listings, foreign), directories=directories, has_parts=PARTS_PREFIX in root.prefixes)
 
 
 def _has_index(entries: tuple[Entry, ...]) -> bool:

@@ -199,6 +199,11 @@ def _absence(store: Store, listing: StepListing) -> CheckpointNotFound | NotAChe
         return NotACheckpoint(
             f"{store.url}: expected an anyshard checkpoint, found {show_names(listing.foreign)}; {advise(listing.foreign)}"
         )
+    if listing.has_parts:
+        return CheckpointNotFound(
+            f"{store.url}: no checkpoint is there, only parts of a step that was never published, as not all of them came. Load "
+            "one of them by its path, or another step"
+        )
     if not listing.files:
         return CheckpointNotFound(f"{store.url}: no checkpoint is there, nor anything else; check the path")
     owner, entries = max(listing.files.items(), key=lambda item: max(entry.modified_s for entry in item[1]))

@@ -10,12 +10,13 @@ of their tombstones stays says the same. Writers of the deleted generation itsel
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from anyshard.commit.deletion import deletable, empty_directories, read_generations
+from anyshard.commit.deletion import remove_licensed
+from anyshard.commit.listing import StepListing
+from anyshard.commit.parts import Part, find_parts, part_prefix, part_store
 from anyshard.commit.publish import PATIENT, Patience, create_record
 from anyshard.commit.resolve import Record, look
 from anyshard.commit.stamp import utc_now, writer_name
@@ -40,17 +41,58 @@ def delete_step(
     """Delete a checkpoint: it is gone for readers when this returns or dies half-way; return the keys of the deleted files.
 
     A tombstone becomes the next generation, then data goes, then old records; the tombstone stays. Where another writer takes
-    that generation first, what it made is deleted too. Deleting again finishes what was interrupted. `settle` finds out whether
-    the store is `guarded`, once there is something to delete. Raises `CheckpointNotFound` if no record was ever there.
+    that generation first, what it made is deleted too. Parts of the step are deleted in the same way once it is. Deleting again
+    finishes what was interrupted. `settle` finds out whether the store is `guarded`, once there is something to delete. Raises
+    `CheckpointNotFound` if no record was ever there, unpublished parts or not.
     """
-    while (tombstone := _next_tombstone(store)) is not None:
+    while True:
+        listing, newest = look(store)
+        parts = find_parts(store, listing)  # before the tombstone: a part that comes later is not of what it ends
+        tombstone = _next_tombstone(store, newest, parts)
+        if tombstone is None:
+            parts = find_outdated(parts, listing, newest)
+            break
         store = settle(store)
         with suppress(CommitConflict):  # another writer took that generation: look again, and end that one's
-            commit = "guarded" if store.capabilities.guarded else "unguarded"
-            create_record(store, replace(tombstone, commit=commit), patience=patience)
+            create_record(store, _as_committed(store, tombstone), patience=patience)
             events.event("delete.tombstone.created", detail=f"generation {tombstone.generation}")
             break
-    return _remove_licensed(store, events)
+    ended = end_parts(store, parts, patience=patience, events=events)
+    return (*ended, *remove_licensed(store, grace_s=0, event="delete.files.removed", events=events))
+
+
+def end_parts(store: Store, parts: Iterable[Part], *, patience: Patience = PATIENT, events: Emitter = SILENT) -> tuple[str, ...]:
+    """Delete these parts of a step whose tombstone is there, each as it was found; return the keys of the deleted files.
+
+    One that was saved anew meanwhile, or is being saved, stays.
+    """
+    return tuple(key for part in parts for key in _end_part(store, part, patience, events))
+
+
+def find_outdated(parts: Iterable[Part], listing: StepListing, newest: Record | None) -> tuple[Part, ...]:
+    """Those parts of a deleted step that whoever deleted it may have left; a younger one than the tombstone is of a new save.
+
+    `newest` is the tombstone, as a look with `listing` has found it.
+    """
+    entry = None if newest is None else listing.manifests.get(newest.generation)
+    if entry is None:
+        return ()
+    return tuple(part for part in parts if not part.is_living or part.modified_s < entry.modified_s)
+
+
+def _end_part(store: Store, part: Part, patience: Patience, events: Emitter) -> tuple[str, ...]:
+    own = part_store(store, part.name)
+    if part.record is None:
+        return ()
+    if part.is_living:
+        tombstone = make_tombstone(part.record.generation + 1, _decode_or_none(part.record))
+        try:
+            create_record(own, _as_committed(store, tombstone), patience=patience)
+        except CommitConflict:
+            return ()
+        events.event("delete.part.tombstone.created", detail=f"{part.name}, generation {tombstone.generation}")
+    keys = remove_licensed(own, grace_s=0, event="delete.files.removed", events=events)
+    return tuple(part_prefix(part.name) + key for key in keys)
 
 
 def make_tombstone(generation: int, previous: Manifest | None) -> Manifest:
@@ -82,24 +124,20 @@ def make_fence(generation: int, newest: Manifest | None) -> Manifest:
     return replace(newest, generation=generation)
 
 
-def _next_tombstone(store: Store) -> Manifest | None:
+def _as_committed(store: Store, record: Manifest) -> Manifest:
+    return replace(record, commit="guarded" if store.capabilities.guarded else "unguarded")
+
+
+def _next_tombstone(store: Store, newest: Record | None, parts: Sequence[Part]) -> Manifest | None:
     """The tombstone to create; None if the step is deleted already."""
-    _, newest = look(store)
     if newest is None:
-        raise CheckpointNotFound(f"{store.url}: no checkpoint is there to delete; anyshard.ops.clean removes unfinished saves")
+        raise CheckpointNotFound(
+            f"{store.url}: no checkpoint is there to delete; anyshard.ops.clean removes unfinished saves"
+            + (f", and with unpublished=True also parts of a step: {', '.join(part.name for part in parts)}" if parts else "")
+        )
     manifest = _decode_or_none(newest)
     is_deleted = manifest is not None and manifest.state is StepState.DELETED
     return None if is_deleted else make_tombstone(newest.generation + 1, manifest)
-
-
-def _remove_licensed(store: Store, events: Emitter) -> tuple[str, ...]:
-    # Readers were told by the tombstone, so there is no grace.
-    listing, generations = read_generations(store)
-    keys = deletable(listing, generations, now_s=math.inf, grace_s=0)
-    store.delete(keys)
-    store.delete(empty_directories(listing, generations.newest, removed=keys))
-    events.event("delete.files.removed", detail=f"{len(keys)} files")
-    return keys
 
 
 def _decode_or_none(record: Record) -> Manifest | None:

@@ -11,12 +11,14 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, Literal, final
 
-from anyshard.checkpoint import Records, read_records
+from anyshard.checkpoint import read_records
 from anyshard.commit.guard import Guards
 from anyshard.commit.listing import DATA_PREFIX, StepListing, list_step
+from anyshard.commit.parts import part_prefix, part_store
 from anyshard.commit.publish import Patience as PublishPatience
-from anyshard.commit.publish import publish
-from anyshard.commit.resolve import Record, look, not_ours, resolve
+from anyshard.commit.publish import create_record, publish
+from anyshard.commit.resolve import Record, Resolved, look, named_files, not_ours, resolve
+from anyshard.commit.saved_parts import find_part
 from anyshard.engine.crew import Patience
 from anyshard.errors import (
     CheckpointDamaged,
@@ -34,6 +36,7 @@ from anyshard.ops.copying import BlobFile, BytesFile, CopiedFile, CopyJob, copy_
 from anyshard.ops.opening import TIMEOUT_S, operating
 from anyshard.options import default_threads
 from anyshard.records.manifest import Manifest, StepState, decode_manifest, encode_manifest
+from anyshard.records.names import make_attempt, manifest_name, parse_name
 from anyshard.storage.protocol import Store
 from anyshard.storage.resolve import open_store
 from anyshard.storage.wrappers.forward import WrapperStore
@@ -94,9 +97,11 @@ def copy(  # noqa: PLR0913 - two places, each with its options, and how to go ab
     If the same checkpoint is at the target, nothing is copied but files that it lacks; with `verify="all"` all of it is read.
     There is no overwrite: heads and tails of blobs hold the generation and the attempt that they were written for, so a copy
     cannot have other names, and beside a record of the same or a later generation it would not count. A step that was deleted at
-    an earlier generation is no hindrance. Raises `CheckpointExists`, `NotACheckpoint` (foreign files are there, as for a save),
-    `CheckpointDamaged` (the source is: names file and addresses), `CheckpointReplaced` or `CheckpointNotFound` (the source was
-    saved over or deleted meanwhile), `StorageError`; then nothing was published.
+    an earlier generation is no hindrance. Of a step in parts each part is copied in this way, then the record of the step.
+
+    Raises `CheckpointExists`, `NotACheckpoint` (foreign files are there, as for a save), `CheckpointDamaged` (the source is: it
+    names file and addresses), `CheckpointReplaced` or `CheckpointNotFound` (the source was saved over or deleted meanwhile),
+    `StorageError`; then nothing was published.
     """
     _check_options(verify, threads, timeout_s)
     with operating(target, sinks, target_options, timeout_s=timeout_s) as operation:
@@ -104,7 +109,10 @@ def copy(  # noqa: PLR0913 - two places, each with its options, and how to go ab
         origin = TimedStore(open_store(source, storage_options=storage_options, events=events), timeout_s)
         means = _Means(verify == "all", threads or default_threads(), Patience(timeout_s), events)
         with events.span("copy"):
-            return _Copy(origin, operation.store, means).run()
+            resolved = resolve(origin)
+            if resolved.manifest.parts:
+                return _copy_parts(origin, operation.store, resolved, means)
+            return _Copy(origin, operation.store, means, resolved).run()
 
 
 def _check_options(verify: str, threads: int | None, timeout_s: float) -> None:
@@ -128,13 +136,13 @@ class _Means:
 class _Copy:
     """One copy: what is at the source, and the steps by which it comes to the target."""
 
-    def __init__(self, source: Store, target: Store, means: _Means) -> None:
+    def __init__(self, source: Store, target: Store, means: _Means, resolved: Resolved) -> None:
         self._started_s = time.perf_counter()
         self._source = source
         self._target = target
         self._means = means
-        self._records = read_records(source)
-        self._manifest = _decode_verbatim(source, self._records)
+        self._records = read_records(source, resolved)
+        self._manifest = _decode_verbatim(source, self._records.manifest, file=self._records.file)
 
     def run(self) -> CopyReport:
         """Copy what the target lacks and publish, unless that was done before."""
@@ -152,12 +160,7 @@ class _Copy:
 
     def _judge(self) -> tuple[bool, StepListing]:
         """Whether this very checkpoint is at the target; another one, or what is foreign, is an error."""
-        listing, newest = look(self._target)
-        if newest is None and listing.is_foreign:
-            raise not_ours(self._target, listing)
-        if newest is not None and newest.data != self._records.manifest:
-            _check_passable(self._target, newest, self._manifest)
-        return newest is not None and newest.data == self._records.manifest, listing
+        return _judge(self._target, self._manifest, self._records.manifest)
 
     def _find_done(self) -> StepListing | None:
         with suppress(StorageError):
@@ -237,19 +240,59 @@ class _Copy:
         )
 
 
-def _decode_verbatim(source: Store, records: Records) -> Manifest:
+def _copy_parts(source: Store, target: Store, resolved: Resolved, means: _Means) -> CopyReport:
+    """Copy each part that the record of a step names, then that record, so that the step exists once all of them are there."""
+    started_s, data = time.perf_counter(), resolved.data
+    manifest = _decode_verbatim(source, data, file=manifest_name(resolved.manifest.generation))
+    _judge(target, manifest, data)
+    names = [entry.name for entry in manifest.parts]
+    parts = [_copy_part(find_part(source, name, published=True), part_store(target, name), means) for name in names]
+    is_there, _ = _judge(target, manifest, data)
+    if not is_there:
+        settled = Guards().settle(target, required=False, events=means.events)
+        create_record(_FreshTokens(settled, make_attempt()), manifest)
+        means.events.event("copy.published", file=manifest_name(manifest.generation))
+    kept = [part_prefix(name) + key for name, part in zip(names, parts, strict=True) for key in part.kept]
+    return CopyReport(
+        source=source.url,
+        target=target.url,
+        step=manifest.step,
+        num_files=sum(part.num_files for part in parts) + 1,
+        nbytes=sum(part.nbytes for part in parts) + len(data),
+        copied_nbytes=sum(part.copied_nbytes for part in parts) + (0 if is_there else len(data)),
+        kept=(*kept, *([manifest_name(manifest.generation)] if is_there else [])),
+        duration_s=time.perf_counter() - started_s,
+    )
+
+
+def _copy_part(source: Store, target: Store, means: _Means) -> CopyReport:
+    return _Copy(source, target, means, resolve(source)).run()
+
+
+def _judge(target: Store, manifest: Manifest, data: bytes) -> tuple[bool, StepListing]:
+    """Whether this very record is at the target; another one that stands, or what is foreign, is an error."""
+    listing, newest = look(target)
+    if newest is None and listing.is_foreign:
+        raise not_ours(target, listing)
+    if newest is not None and newest.data != data:
+        _check_passable(target, newest, manifest)
+    return newest is not None and newest.data == data, listing
+
+
+def _decode_verbatim(source: Store, data: bytes, *, file: str) -> Manifest:
     """The manifest, of which publishing makes the same bytes again."""
-    manifest = decode_manifest(records.manifest, file=records.file)
-    if encode_manifest(manifest) != records.manifest:
+    manifest = decode_manifest(data, file=file)
+    if encode_manifest(manifest) != data:
         raise UnsupportedFormat(
-            f"{source.url}: {records.file}: expected the manifest as this release would write it, found more in it, written by "
+            f"{source.url}: {file}: expected the manifest as this release would write it, found more in it, written by "
             f"{manifest.writer!r}. Copy it with that release or a later one",
         )
     return manifest
 
 
 def _check_passable(target: Store, newest: Record, manifest: Manifest) -> None:
-    """Raise `CheckpointExists` unless `newest` says that the step was deleted, at an earlier generation than the copy's."""
+    """Raise `CheckpointExists` unless `newest` says that the step was deleted, at a generation before all of the copy's."""
+    first = _first_generation(manifest)
     advice = "A copy keeps its names and replaces nothing: copy to another place"
     try:
         found = newest.decode()
@@ -257,12 +300,18 @@ def _check_passable(target: Store, newest: Record, manifest: Manifest) -> None:
         raise CheckpointExists(f"{target.url}: a damaged checkpoint is there ({damage}). {advice}") from damage
     if found.state is not StepState.DELETED:
         raise CheckpointExists(f"{target.url}: another checkpoint (step {found.step}, saved on {found.time}) is there. {advice}")
-    if found.generation >= manifest.generation:
+    if found.generation >= first:
         raise CheckpointExists(
-            f"{target.url}: expected no record of generation {manifest.generation} or later, found that generation "
+            f"{target.url}: expected no record of generation {first} or later, found that generation "
             f"{found.generation} deleted a step there, on {found.time}: the copy would not count. {advice}, or wait until "
             "anyshard.ops.clean removes that record"
         )
+
+
+def _first_generation(manifest: Manifest) -> int:
+    """The lowest generation in the names of a checkpoint: below a later record its files would be leftovers while they come."""
+    names = (parse_name(name) for name in named_files(manifest))
+    return min((name.generation for name in names if name is not None), default=manifest.generation)
 
 
 @final

@@ -23,8 +23,9 @@ def delete(
 ) -> tuple[str, ...]:
     """Delete a checkpoint and return the keys of the deleted files; a small tombstone stays, which `clean` removes after 7 days.
 
-    Raises `CheckpointNotFound` if none was ever there. If it dies half-way the checkpoint is gone; call it again for the rest.
-    `storage_options` are those of `SaveOptions`.
+    Of a step in parts the step goes first, then each of its parts; a tombstone of each stays. Raises `CheckpointNotFound` if none
+    was ever there. If it dies half-way the checkpoint is gone; call it again for the rest. `storage_options` are those of
+    `SaveOptions`.
     """
     with operating(target, sinks, storage_options) as operation:
         settle = partial(Guards().settle, required=False, events=operation.events)

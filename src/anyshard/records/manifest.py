@@ -1,4 +1,5 @@
 """The manifest: one JSON object and one digest line, the commit record of a checkpoint."""
+# long because every member is here four times (record, writing, reading, rules), and these belong side by side
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat
 from anyshard.records.digests import check_digest, digest_bytes, is_digest
-from anyshard.records.names import ATTEMPT, BLOB, INDEX, MAX_GENERATION, FileKind, parse_name
+from anyshard.records.names import ATTEMPT, BLOB, INDEX, MAX_GENERATION, SECTION_DIRECTORY, FileKind, parse_name
 from anyshard.records.strict_json import (
     MAX_INT,
     MAX_NBYTES,
@@ -26,7 +27,8 @@ from anyshard.records.strict_json import (
 
 FORMAT = "anyshard"
 VERSION = 1
-SUPPORTED_REQUIREMENTS: frozenset[str] = frozenset()
+REQUIRES_PARTS = "parts"
+SUPPORTED_REQUIREMENTS: frozenset[str] = frozenset({REQUIRES_PARTS})
 MAX_WORLD_SIZE = 1 << 24
 MAX_ROWS = 1 << 31
 
@@ -76,9 +78,31 @@ class BlobEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class PartEntry:
+    """One part of a step: the checkpoint in `parts/<name>/`. `attempt` saved its data, `generation` is that of its record then.
+
+    A later record there is the same part as long as it has the same `data_attempt`.
+    """
+
+    name: str
+    generation: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """What became of a checkpoint after its save: the attempt that saved it, the sections that are gone, and since when."""
+
+    attempt: str
+    dropped: tuple[str, ...]
+    time: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """A step's commit record of one generation. A tombstone (`DELETED`) has no index and no blobs.
 
+    A committed one has an index, or `parts` and nothing else. `time` is that of the save, also of one that was `thinned` later.
     Blobs are ordered by (position of the section in `sections`, rank, k); the first of each (section, rank) is k = 0.
     `num_rows` is the number of rows of the index, `num_slots` at least the number of slots of any blob.
     """
@@ -101,13 +125,22 @@ class Manifest:
     commit: str = "guarded"
     requires: tuple[str, ...] = ()
     user: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[PartEntry, ...] = ()
+    thinned: Thinned | None = None
+
+    @property
+    def data_attempt(self) -> str:
+        """The attempt that saved the data; thinning makes records of other attempts, and leaves this one as it is."""
+        return self.attempt if self.thinned is None else self.thinned.attempt
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest: JSON, members in fixed order, then `xxh3-128:<hex>` of all bytes before that line."""
     user = dict(manifest.user)
     check_value(user, address="user", depth=2)  # the manifest is around it
-    check_value([manifest.run_id, manifest.writer, *manifest.sections, *manifest.mesh], address="run_id, writer, sections, mesh")
+    dropped = () if manifest.thinned is None else manifest.thinned.dropped
+    texts = [manifest.run_id, manifest.writer, *manifest.sections, *dropped, *manifest.mesh]
+    check_value(texts, address="run_id, writer, sections, mesh")
     if fault := _find_fault(manifest):
         raise LimitExceeded(f"the manifest cannot be written: {fault}")
     body = encode_object(_to_json(manifest, user)) + b"\n"
@@ -136,11 +169,22 @@ def _to_json(manifest: Manifest, user: Json) -> Json:
         "index": index and {"name": index.name, "nbytes": index.nbytes, "digest": index.digest},
         "bases": [],
         "sections": list(manifest.sections),
+        **_rare_to_json(manifest),
     }
     blobs: Json = {"blobs": [_blob_to_json(blob) for blob in manifest.blobs]}
     if len(json.dumps(user)) <= _SMALL_USER_NBYTES:
         return short | {"user": user} | blobs
     return short | blobs | {"user": user}
+
+
+def _rare_to_json(manifest: Manifest) -> Json:
+    """Members that are left out where they would be empty."""
+    thinned, rare = manifest.thinned, Json()
+    if manifest.parts:
+        rare["parts"] = [{"name": part.name, "generation": part.generation, "attempt": part.attempt} for part in manifest.parts]
+    if thinned is not None:
+        rare["thinned"] = {"attempt": thinned.attempt, "dropped": list(thinned.dropped), "time": thinned.time}
+    return rare
 
 
 def _blob_to_json(blob: BlobEntry) -> Json:
@@ -225,6 +269,8 @@ def _from_members(members: Members) -> Manifest:
         commit=members.text("commit"),
         requires=members.texts("requires"),
         user=members.object("user").values,
+        parts=_read_parts(members),
+        thinned=_read_thinned(members),
     )
 
 
@@ -249,6 +295,21 @@ def _read_parent(members: Members) -> Parent | None:
     return Parent(parent.optional_text("run_id"), parent.optional_integer("step"), parent.text("attempt"))
 
 
+def _read_parts(members: Members) -> tuple[PartEntry, ...]:
+    parts = members.objects("parts") if "parts" in members.values else ()
+    return tuple(
+        PartEntry(part.text("name"), part.integer("generation", minimum=1, maximum=MAX_GENERATION), part.text("attempt"))
+        for part in parts
+    )
+
+
+def _read_thinned(members: Members) -> Thinned | None:
+    if "thinned" not in members.values:
+        return None
+    thinned = members.object("thinned")
+    return Thinned(thinned.text("attempt"), thinned.texts("dropped"), thinned.text("time"))
+
+
 def _read_mesh(members: Members) -> dict[str, int]:
     mesh = members.object("mesh")
     return {axis: mesh.integer(axis, minimum=1, maximum=MAX_WORLD_SIZE) for axis in mesh.values}
@@ -267,7 +328,8 @@ def _read_blob(blob: Members) -> BlobEntry:
 
 def _find_fault(manifest: Manifest) -> str | None:
     """What is wrong first with the values of a manifest whose types are right, or None."""
-    return next(chain(_own_faults(manifest), _index_faults(manifest), _blobs_faults(manifest)), None)
+    faults = (_own_faults, _sections_faults, _index_faults, _parts_faults, _thinned_faults, _blobs_faults)
+    return next(chain.from_iterable(find(manifest) for find in faults), None)
 
 
 def _own_faults(manifest: Manifest) -> Iterator[str]:
@@ -283,6 +345,9 @@ def _own_faults(manifest: Manifest) -> Iterator[str]:
         yield f"run_id, writer: expected at most {_MAX_ID_LENGTH} characters of JSON each"
     if manifest.step is not None and not 0 <= manifest.step < MAX_INT:
         yield f"step: expected an integer from 0 to {MAX_INT - 1}, found {manifest.step}"
+
+
+def _sections_faults(manifest: Manifest) -> Iterator[str]:
     if len(set(manifest.sections)) != len(manifest.sections):
         yield "sections: expected each name once"
     if not all(0 < len(section) <= MAX_TEXT_LENGTH for section in manifest.sections):
@@ -291,12 +356,42 @@ def _own_faults(manifest: Manifest) -> Iterator[str]:
 
 def _index_faults(manifest: Manifest) -> Iterator[str]:
     index = manifest.index
-    if (manifest.state is StepState.COMMITTED) != (index is not None):
-        yield f"index: expected one exactly if the step is committed, found state {manifest.state} and {index}"
+    if (manifest.state is StepState.COMMITTED and not manifest.parts) != (index is not None):
+        yield f"index: expected one exactly if the step is committed and not in parts, found state {manifest.state} and {index}"
     if index and not INDEX.fullmatch(index.name):
         yield f"index.name: expected index-<generation>-<attempt>.parquet, found {index.name!r}"
     if index and not is_digest(index.digest):
         yield f"index.digest: expected xxh3-128:<32 hex digits>, found {index.digest!r}"
+
+
+def _parts_faults(manifest: Manifest) -> Iterator[str]:
+    parts = manifest.parts
+    if bool(parts) != (REQUIRES_PARTS in manifest.requires):
+        yield f"requires: expected {REQUIRES_PARTS!r} exactly in the record of a step in parts, found {list(manifest.requires)}"
+    if parts and (manifest.state is StepState.DELETED or manifest.sections or manifest.blobs):
+        yield "parts: expected none in the record of a deleted step, nor beside sections or blobs"
+    if len({part.name for part in parts}) != len(parts):
+        yield "parts: expected each name once"
+    for i, part in enumerate(parts):
+        if not SECTION_DIRECTORY.fullmatch(part.name) or not ATTEMPT.fullmatch(part.attempt):
+            yield f"parts[{i}]: expected the name of a directory and an attempt, found {part.name!r} and {part.attempt!r}"
+        if not 1 <= part.generation <= MAX_GENERATION:
+            yield f"parts[{i}]: expected a generation, found {part.generation}"
+
+
+def _thinned_faults(manifest: Manifest) -> Iterator[str]:
+    thinned = manifest.thinned
+    if thinned is None:
+        return
+    if manifest.index is None:
+        yield "thinned: expected in the record of a committed step that is not in parts, found in another one"
+    if not ATTEMPT.fullmatch(thinned.attempt) or not _TIME.fullmatch(thinned.time):
+        yield f"thinned: expected an attempt and a time (RFC 3339 in UTC), found {thinned.attempt!r} and {thinned.time!r}"
+    names = (*manifest.sections, *thinned.dropped)
+    if not thinned.dropped or len(set(names)) != len(names):
+        yield "thinned.dropped: expected names of sections that are gone, each once and none that is there"
+    if not all(0 < len(section) <= MAX_TEXT_LENGTH for section in thinned.dropped):
+        yield f"thinned.dropped: expected names of 1 to {MAX_TEXT_LENGTH} characters"
 
 
 def _blobs_faults(manifest: Manifest) -> Iterator[str]:
