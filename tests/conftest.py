@@ -31,4 +31,4 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_unconfigure() -> None:
     """What is freed only now may still log; pytest's closing line shall be the last one all the same."""
-    logging.lastResort = None
+    logging.lastResort = logging.NullHandler()

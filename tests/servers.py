@@ -14,6 +14,7 @@ Start a server on a thread that lives on: when that ends, the system kills the s
 
 from __future__ import annotations
 
+import abc
 import base64
 import contextlib
 import email.utils
@@ -109,22 +110,24 @@ class ServerProcess:
         raise ServerFailed(f"{' '.join(self._command)} {what}; the end of its log:\n{tail}")
 
 
-@final
-class S3Server:
-    """An S3 server: where it is, how to reach it, and its process.
+class Server(abc.ABC):
+    """A server: where it is, how to reach it, and its process.
 
     Attributes:
         endpoint: its URL.
         options: storage options that reach it.
         directory: where its data and log are.
-        filer: URL of the files behind the buckets (SeaweedFS only).
     """
 
-    def __init__(self, command: Sequence[str], directory: Path, *, port: int, filer: str = "") -> None:
-        self.endpoint = f"http://{_HOST}:{port}"
-        self.options: dict[str, Any] = {"endpoint": self.endpoint, **_S3_OPTIONS}
-        self.directory, self.filer = directory, filer
+    def __init__(self, command: Sequence[str], directory: Path, *, endpoint: str, options: Mapping[str, Any]) -> None:
+        self.endpoint = endpoint
+        self.options: dict[str, Any] = {"endpoint": endpoint, **options}
+        self.directory = directory
         self._process = ServerProcess(command, directory / "log", probe=self._probe)
+
+    @abc.abstractmethod
+    def _probe(self) -> object:
+        """Use all parts of the server; raises OSError while it is not ready."""
 
     @property
     def pid(self) -> int:
@@ -139,6 +142,19 @@ class S3Server:
         """Kill it, if it runs."""
         self._process.stop()
 
+
+@final
+class S3Server(Server):
+    """An S3 server.
+
+    Attributes:
+        filer: URL of the files behind the buckets (SeaweedFS only).
+    """
+
+    def __init__(self, command: Sequence[str], directory: Path, *, port: int, filer: str = "") -> None:
+        super().__init__(command, directory, endpoint=f"http://{_HOST}:{port}", options=_S3_OPTIONS)
+        self.filer = filer
+
     def make_bucket(self) -> str:
         """Name of a new, empty bucket."""
         name = f"b-{uuid.uuid4().hex[:12]}"
@@ -146,7 +162,7 @@ class S3Server:
         return name
 
     def _probe(self) -> None:
-        """Store a small object, which needs all parts of the server."""
+        """Store a small object."""
         with contextlib.suppress(urllib.error.HTTPError):  # where it is started again, the bucket exists
             _send_put(self._sign("ready", ""))
         _send_put(self._sign("ready", "ready"), body=b"ready")
@@ -160,37 +176,15 @@ class S3Server:
 
 
 @final
-class AzureServer:
-    """An Azure Blob server: where it is, how to reach it, and its process. A kill loses what it stored in the last seconds.
-
-    Attributes:
-        endpoint: its URL, with the account.
-        options: storage options that reach it.
-        directory: where its data and log are.
-    """
+class AzureServer(Server):
+    """An Azure Blob server, whose endpoint has the account in it. A kill loses what it stored in the last seconds."""
 
     def __init__(self, command: Sequence[str], directory: Path, *, port: int) -> None:
-        self.endpoint = f"http://{_HOST}:{port}/{_AZURE_ACCOUNT}"
-        self.options: dict[str, Any] = {
-            "endpoint": self.endpoint,
-            "account_name": _AZURE_ACCOUNT,
-            "account_key": _AZURE_KEY,
-        }
-        self.directory = directory
-        self._process = ServerProcess(command, directory / "log", probe=self.make_container)
+        options = {"account_name": _AZURE_ACCOUNT, "account_key": _AZURE_KEY}
+        super().__init__(command, directory, endpoint=f"http://{_HOST}:{port}/{_AZURE_ACCOUNT}", options=options)
 
-    @property
-    def pid(self) -> int:
-        """The process that serves now."""
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start it (again), on the same port and with what it has stored."""
-        self._process.start()
-
-    def stop(self) -> None:
-        """Kill it, if it runs."""
-        self._process.stop()
+    def _probe(self) -> str:
+        return self.make_container()
 
     def make_container(self) -> str:
         """Name of a new, empty container."""
@@ -208,7 +202,7 @@ class AzureServer:
         return name
 
 
-_Server = TypeVar("_Server", S3Server, AzureServer)
+_Server = TypeVar("_Server", bound=Server)
 
 
 @contextlib.contextmanager

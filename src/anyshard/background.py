@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, final
 
-from anyshard.errors import EarlierSaveFailed, LimitExceeded, OperationFailed, StillPending
+from anyshard.errors import EarlierSaveFailed, LimitExceeded, OperationFailed, StillPending, show_error
 from anyshard.pending import Course, PendingSave, check_timeout
 from anyshard.reports import SaveReport
 from anyshard.threads import start_thread, yield_to_training
@@ -26,8 +26,6 @@ _HANG_UP_S = 1.0
 _MAX_RECENT = 1024  # more than saves that can be under way
 _LOGGED_S = 1.0  # how long the end of the process waits for the log of saves that are over
 _HEARD_S = 10.0  # how long the coordinator's process stays for ranks that have not heard how its last save ended
-_ALL_RUNS = "*"
-_UNKNOWN_RUN = ""  # of a call that failed before it could say
 _RUNS_AT_ONCE = 2  # that may have all their saves under way: or places with directories of their own would know no limit
 
 
@@ -51,7 +49,8 @@ class Task(Protocol):
 class Job:
     """A save that was called: the user's handle, the run that it belongs to, what makes it, and how long the end waits for it.
 
-    A job is silent if what it fails with was raised by its call: no later call raises it.
+    Without a run (of a call that failed before it could say) it counts as one of each. A job is silent if what it fails with was
+    raised by its call: no later call raises it.
     """
 
     pending: PendingSave
@@ -62,6 +61,23 @@ class Job:
     is_silent: bool = False
     is_taken: bool = False  # by the thread that makes it
     number: int = 0  # in the order of the calls, the same on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """How many jobs may be under way at once, of one run or (None) of all runs together."""
+
+    run_path: str | None
+    limit: int
+
+    def counts(self, run_path: str) -> bool:
+        """Whether a job of this run takes a place."""
+        return self.run_path is None or not run_path or run_path == self.run_path
+
+    def find_over(self, recent: Sequence[tuple[int, str]]) -> int:
+        """The number of the last job that has to be over where there is a place left, 0 if there is none."""
+        numbers = [number for number, run_path in recent if self.counts(run_path)]
+        return numbers[-self.limit] if len(numbers) >= self.limit else 0
 
 
 @final
@@ -150,13 +166,13 @@ class Saver:
         alike; each rank makes them in that order, so of a list of which less than n are under way, the n-th from its end and
         all before it are over; and both waits are made by every rank that comes to this call.
         """
-        deadline, limits = time.monotonic() + timeout_s, ((run_path, limit), (_ALL_RUNS, _RUNS_AT_ONCE * limit))
-        for path, most in limits:
-            while len(found := [job for job in self.jobs if _is_of(job.run_path, path)]) >= most:
+        deadline = time.monotonic() + timeout_s
+        rooms = _Room(run_path, limit), _Room(None, _RUNS_AT_ONCE * limit)
+        for room in rooms:
+            while len(found := [job for job in self.jobs if room.counts(job.run_path)]) >= room.limit:
                 self._await_end(found[0], deadline, timeout_s=timeout_s)
         recent = tuple(self._recent)
-        lists = [([number for number, found in recent if _is_of(found, path)], most) for path, most in limits]
-        return max(numbers[-most] if len(numbers) >= most else 0 for numbers, most in lists)
+        return max(room.find_over(recent) for room in rooms)
 
     def await_idle(self, timeout_s: float) -> None:
         """Return once no save is under way, or after `timeout_s`; at once within a save."""
@@ -239,7 +255,8 @@ class Saver:
             self._tell(report)
         if failure is not None and not job.is_silent:
             level = logging.ERROR if self._is_loud else logging.INFO
-            logger.log(level, "%s: the asynchronous save failed: %s", job.pending.url, _show(failure))  # itself it holds frames
+            shown = show_error(failure)  # the error itself holds frames
+            logger.log(level, "%s: the asynchronous save failed: %s", job.pending.url, shown)
 
     def _forget(self, job: Job) -> None:
         with self._lock:
@@ -267,22 +284,9 @@ def _find_failure(job: Job) -> BaseException:
     return job.course.failure
 
 
-def _is_of(run_path: str, wanted: str) -> bool:
-    """Whether a job may be of a run; one of a call that failed before it could say is of any."""
-    return wanted == _ALL_RUNS or run_path in (wanted, _UNKNOWN_RUN)
-
-
-def _show(failure: BaseException) -> str:
-    """The text of an error, which may have none to give."""
-    try:
-        return str(failure)
-    except Exception as error:  # noqa: BLE001 - of the user's class
-        return f"{type(failure).__name__} (its text cannot be had: {type(error).__name__})"
-
-
 def _join(failures: Sequence[BaseException]) -> BaseException | None:
     for other in failures[1:]:
-        failures[0].add_note(f"a further save failed: {_show(other)}")
+        failures[0].add_note(f"a further save failed: {show_error(other)}")
     return failures[0] if failures else None
 
 
@@ -296,7 +300,8 @@ def finish_at_exit(savers: Sequence[Saver]) -> None:
         for job in (job for saver in savers for job in saver.jobs):
             _finish(job, began_s)
         for failure in (failure for saver in savers for failure in iter(saver.pop_failure, None)):
-            logger.error("the process ends, and no call has raised what an asynchronous save failed with: %s", _show(failure))
+            shown = show_error(failure)
+            logger.error("the process ends, and no call has raised what an asynchronous save failed with: %s", shown)
         for saver in savers:
             saver.await_heard()
             saver.await_logged()

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partialmethod
 from typing import NoReturn
 from unittest.mock import patch
 
@@ -16,15 +17,17 @@ import torch
 import torch.distributed as dist
 
 import anyshard
+from anyshard.background import Saver
 from anyshard.errors import StorageError
 from anyshard.storage.local import LocalStore
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers import FaultStore, LatencyStore, Rule, Verb, do_before, fail
-from tests.ranks.death_cases import IMPATIENT, PATIENT, Outcome, Strike, make_state, tell
+from tests.ranks.death_cases import IMPATIENT, PATIENT, Outcome, Strike, end_at_once, make_state, tell
 
 VICTIM = 2
 SLOW_S = 0.5  # of each write, so that a save is under way when its caller goes on
 EXIT_S = 4.0  # how long the end of a process waits for a storage that does not answer
+STAY_S = 3.0  # how long the coordinator's process stays for ranks that are dead and so never hear how a save has ended
 NO_THREADS = "can't create new thread at interpreter shutdown"  # as from Python 3.12 on
 
 SHORT = anyshard.SaveOptions(timeout_s=3.0)
@@ -42,6 +45,11 @@ def host() -> None:
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port[0]}", rank=rank, world_size=size)
+
+
+def stay_briefly() -> None:
+    """Let no process stay as long for dead ranks as it does out there."""
+    patch.object(Saver, "await_heard", partialmethod(Saver.await_heard, STAY_S)).start()
 
 
 def slow(place: str) -> Store:
@@ -88,6 +96,7 @@ def raise_before(place: str, is_hosted: bool) -> None:
     """One rank ends with an exception before its call."""
     if is_hosted:
         host()
+    stay_briefly()
     if dist.get_rank() == VICTIM:
         raise ValueError("a mistake before the save")
     anyshard.async_save(f"{place}/step_2", {"model": {"w": torch.ones(3)}}, options=SHORT)
@@ -97,6 +106,7 @@ def raise_between(place: str, is_hosted: bool) -> None:
     """As above, of a structure that was saved before, so that no call waits for the plan."""
     if is_hosted:
         host()
+    stay_briefly()
     anyshard.save(f"{place}/step_1", make_state("1"))
     if dist.get_rank() == VICTIM:
         raise ValueError("a mistake before the save")
@@ -120,6 +130,7 @@ def leave_at_once(place: str, is_hosted: bool) -> None:
     """One rank ends by os._exit behind its call, the one that holds the key-value store if there is one."""
     if is_hosted:
         host()
+    stay_briefly()
     anyshard.save(f"{place}/step_1", make_state("1"))
     anyshard.async_save(slow(f"{place}/step_2"), make_state("2"), step=2, options=SHORT)
     if dist.get_rank() == (0 if is_hosted else VICTIM):
@@ -198,6 +209,8 @@ class _StrikeHere(Strike):
 
 def save_and_strike(place: str, number: int, at: str, victim: int) -> Outcome:
     """Save step 1, then step 2 asynchronously, in which one rank is struck while all train on; how the next call ends."""
+    end_at_once()
+    stay_briefly()
     anyshard.save(f"{place}/step_1", make_state("1"), options=PATIENT)
     sink = _StrikeHere(number, at, rank=victim)
     pending = anyshard.async_save(f"{place}/step_2", make_state("2"), options=IMPATIENT, sinks=[sink])

@@ -16,7 +16,6 @@ from anyshard.testing.layouts import make_mesh
 from anyshard.testing.training import training_state
 from tests.background.scenes import SOON_S
 
-NUM_STEPS = 50
 _WIDTH = 128
 _DATA_SEED, _DROPOUT_SEED = 1, 2
 
@@ -31,14 +30,14 @@ def make_job(*, implementation: dict[str, bool]) -> tuple[nn.Module, torch.optim
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, **implementation)
 
 
-def train(place: str, staging: str | None, implementation: dict[str, bool]) -> dict[str, Any]:
+def train(place: str, staging: str | None, implementation: dict[str, bool], num_steps: int) -> dict[str, Any]:
     """The losses of all steps, as their exact numbers, and the bytes of all that was trained; how many saves were lazy."""
     model, optimizer = make_job(implementation=implementation)
     state = {"model": model, "optimizer": optimizer, "random": anyshard.RNGState()}
     data = torch.Generator().manual_seed(_DATA_SEED)
     torch.manual_seed(_DROPOUT_SEED)
     losses, num_lazy = [], 0
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, num_steps + 1):
         inputs = torch.randn(8, _WIDTH, generator=data)
         loss = (model(inputs) - inputs.roll(1, 1)).square().mean()
         loss.backward()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from anyshard.errors import StorageError
 from anyshard.storage.local import LocalStore
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers import FaultStore, LatencyStore, Rule, Verb, do_before, fail
-from tests.ranks.agreement_cases import Moments, count_calls_and_groups, count_resources, make_state
+from tests.ranks.agreement_cases import Moments, await_writes_of_others, count_calls_and_groups, count_resources, make_state
 
 Outcome = dict[str, Any]
 
@@ -39,13 +40,14 @@ def tell(act: Callable[[], object]) -> object:
         return [type(error).__name__, {rank: text.split(": ")[:2] for rank, text in failures.items()}]
 
 
-def come_late(place: str, late: int, delay_s: float) -> Outcome:
-    """Save twice; to the second save one rank comes late."""
-    state, moments = make_state("async_late"), Moments()
+def come_late(place: str, late: int) -> Outcome:
+    """Save twice; to the second save one rank comes late, when the others have written."""
+    told = Path(place) / "told"
+    state, moments = make_state("async_late"), Moments(told)
     anyshard.async_save(f"{place}/step_1", state).committed(WAIT_S)
     dist.barrier()
     if dist.get_rank() == late:
-        threading.Event().wait(delay_s)
+        await_writes_of_others(told)
     called_s = time.time()
     pending = anyshard.async_save(f"{place}/step_2", state, sinks=[moments])
     returned_s = time.time()
@@ -191,7 +193,7 @@ def mix(place: str) -> Outcome:
 
     def begin(step: int) -> None:
         tensor.fill_(step)
-        store = LatencyStore(LocalStore(f"{place}/step_{step}"), {Verb.WRITE_AT: 0.1 * (5 - step)})
+        store = LatencyStore(LocalStore(f"{place}/step_{step}"), {Verb.WRITE_AT: 0.04 * (5 - step)})
         pending.append(anyshard.async_save(store, state, step=step, options=RING, sinks=[_Ends(step, ends)]))
 
     for step in (1, 2, 3):

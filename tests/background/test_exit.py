@@ -22,7 +22,7 @@ from tests.background import exit_scripts
 from tests.background.exit_scripts import VICTIM
 from tests.ranks.scenes import look
 
-NUM_RANKS = 4
+NUM_RANKS = 3
 AT_ONCE = 6  # launches
 
 
@@ -51,7 +51,7 @@ SCENES = (  # those first that mostly wait
     Scene(exit_scripts.raise_before, False, (1,) * NUM_RANKS, None, f"rank {VICTIM}: begin: RankMissing"),
     Scene(exit_scripts.raise_between, True, one_is(1), None, MISSED),
     Scene(exit_scripts.leave_at_once, False, seen=None, log=MISSED),
-    Scene(exit_scripts.leave_at_once, True, seen=None, log=f"{UNTOLD}expected an answer of the job's key-value store"),
+    Scene(exit_scripts.leave_at_once, True, seen=None, log=f"{UNTOLD}KeyValueStoreLost: expected an answer"),
     Scene(exit_scripts.hang, False, seen=None, log=GIVEN_UP),
     Scene(exit_scripts.hang, True, seen=None, log=GIVEN_UP),
     Scene(exit_scripts.save_last, False),

@@ -17,13 +17,12 @@ from tests.ranks.scenes import look, play, ranks_with_blobs, tell_deaths, wake_a
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 4
-DELAY_S = 5.0
 FAILED = ["StorageError", {2: ["write", "StorageError"]}]
 
 
 def test_a_late_rank(worlds: Worlds, tmp_path: Path) -> None:
     """Calls of an unchanged structure return, and all is written, before the late rank calls; commit waits for it."""
-    found = worlds(NUM_RANKS).run(rank_cases.come_late, str(tmp_path), 1, DELAY_S)
+    found = worlds(NUM_RANKS).run(rank_cases.come_late, str(tmp_path), 1)
     others = [one["times_s"] for rank, one in enumerate(found) if rank != 1]
     called_s = found[1]["times_s"]["called"]
     assert [True] * NUM_RANKS == [one["cached"] for one in found]

@@ -80,12 +80,12 @@ def save_with_a_broken_writer(place: str) -> tuple[str, bool]:
     """On rank 0 the writer raises; what the handle raises, and whether the next save is there."""
     inner = LocalStore(f"{place}/step_1")
     rules = [Rule(Verb.WRITE_AT, "data/*", fail(ValueError("the writer broke")))] if dist.get_rank() == 0 else []
-    pending = anyshard.async_save(FaultStore(inner, rules), make_small("a"), options=IN_TIME)
+    pending = anyshard.async_save(FaultStore(inner, rules), make_small("a"))
     try:
         pending.committed(SOON_S)
     except anyshard.OperationFailed as error:
         told = str(error)
-    anyshard.async_save(f"{place}/step_2", make_small("b"), options=IN_TIME).committed(SOON_S)
+    anyshard.async_save(f"{place}/step_2", make_small("b")).committed(SOON_S)
     return told, is_there(inner)
 
 

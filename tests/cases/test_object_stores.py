@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -20,12 +20,12 @@ from torch.distributed.tensor import Shard
 
 import anyshard
 from anyshard import ops
-from anyshard.storage.fsspec_store import to_s3fs_options
 from anyshard.testing.layouts import make_mesh
 from anyshard.testing.world import Worlds
 from tests.cases.jobs import bits, error_of, filled, shard
 from tests.proxy import Faults, Proxy, Rule, run_proxy
 from tests.servers import AzureServer, S3Server
+from tests.storage.fsspec_scenes import quick_s3fs_options
 
 pytestmark = pytest.mark.slow
 
@@ -34,23 +34,10 @@ MIB = 1 << 20
 Storage = Mapping[str, Any]
 
 
-@pytest.fixture(scope="module")
-def proxy(moto_s3: S3Server) -> Iterator[Proxy]:
-    with run_proxy(moto_s3.endpoint) as running:
-        yield running
-
-
 @pytest.fixture
-def storage(moto_s3: S3Server, proxy: Proxy) -> Iterator[Storage]:
-    """By way of the proxy, which is honest at first."""
-    proxy.set(Faults())
-    yield {**moto_s3.options, "endpoint": proxy.endpoint, "part_nbytes": 5 * MIB}
-    proxy.set(Faults())
-
-
-@pytest.fixture
-def place(moto_s3: S3Server) -> str:
-    return f"s3://{moto_s3.make_bucket()}/run/step_1"
+def storage(server: S3Server, proxy: Proxy) -> Storage:
+    """By way of the proxy."""
+    return {**server.options, "endpoint": proxy.endpoint, "part_nbytes": 5 * MIB}
 
 
 def make_state(name: str, *, num: int = 4, num_words: int = 64) -> dict[str, Any]:
@@ -85,8 +72,7 @@ def somewhere(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Stor
         server: S3Server = request.getfixturevalue("moto_s3" if kind == "s3 moto" else "seaweedfs")
         if kind != "fsspec s3":
             return f"s3://{server.make_bucket()}/run/step_1", server.options
-        pytest.importorskip("s3fs")
-        return f"fsspec+s3://{server.make_bucket()}/run/step_1", to_s3fs_options(server.options)
+        return f"fsspec+s3://{server.make_bucket()}/run/step_1", quick_s3fs_options(server)
     urls = {"path": f"{tmp_path}/run/step_1", "file": f"file://{tmp_path}/run/step_1"}
     return urls.get(kind, f"memory://{uuid.uuid4().hex}/run/step_1"), {}
 

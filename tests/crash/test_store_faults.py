@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,26 +25,20 @@ pytestmark = pytest.mark.slow
 Storage = Mapping[str, Any]
 
 
-@pytest.fixture(scope="module")
-def proxy(seaweedfs: S3Server) -> Iterator[Proxy]:
-    with run_proxy(seaweedfs.endpoint) as running:
-        yield running
-
-
 @pytest.fixture
-def storage(seaweedfs: S3Server, proxy: Proxy) -> Iterator[Storage]:
-    """By way of the proxy, which is honest at first."""
-    proxy.set(Faults())
-    yield make_storage(seaweedfs.options, endpoint=proxy.endpoint, max_attempts=5)
-    proxy.set(Faults())
-
-
-@pytest.fixture
-def place(seaweedfs: S3Server) -> str:
-    return f"s3://{seaweedfs.make_bucket()}/run/step_1"
+def storage(server: S3Server, proxy: Proxy) -> Storage:
+    """By way of the proxy."""
+    return make_storage(server.options, endpoint=proxy.endpoint, max_attempts=5)
 
 
 # The server dies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mortal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A server that a test may kill and start again."""
+    with run_seaweedfs(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 def bounce(server: S3Server, proxy: Proxy, nbytes: int, down_s: float) -> None:
@@ -68,11 +61,11 @@ KILLS = [(SMALL, 1), (LONG, 1), pytest.param((SMALL, 8), marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize("case", KILLS, ids=str)
-def test_a_server_that_is_killed_in_mid_save_and_comes_back(tmp_path: Path, case: tuple[int, int]) -> None:
+def test_a_server_that_is_killed_in_mid_save_and_comes_back(mortal_server: S3Server, case: tuple[int, int]) -> None:
     """Each save of which the server is killed at a random byte commits and loads equal; so does what was there before."""
-    num_words, num_kills = case
+    (num_words, num_kills), server = case, mortal_server
     numbers = random.Random(f"{case}")
-    with run_seaweedfs(tmp_path) as server, run_proxy(server.endpoint) as proxy:
+    with run_proxy(server.endpoint) as proxy:
         direct = make_storage(server.options)
         storage = make_storage(server.options, endpoint=proxy.endpoint, max_attempts=20)
         run = f"s3://{server.make_bucket()}/run"
@@ -90,11 +83,12 @@ def test_a_server_that_is_killed_in_mid_save_and_comes_back(tmp_path: Path, case
             assert [place, "before"] == [look(name, direct, num_words=num_words) for name in (place, f"{run}/step_0")]
 
 
-def test_a_server_that_stays_away(tmp_path: Path) -> None:
+def test_a_server_that_stays_away(mortal_server: S3Server) -> None:
     """The save ends with an error that names key and attempts, the checkpoint is not there, and the one before it is."""
-    with run_seaweedfs(tmp_path) as server, run_proxy(server.endpoint) as proxy:
+    server = mortal_server
+    with run_proxy(server.endpoint) as proxy:
         direct = make_storage(server.options)
-        storage = make_storage(server.options, endpoint=proxy.endpoint, max_attempts=3)
+        storage = make_storage(server.options, endpoint=proxy.endpoint, max_attempts=3, request_timeout_s=2.0)
         run = f"s3://{server.make_bucket()}/run"
         save(f"{run}/step_0", "before", direct)
         proxy.set(Faults(rules=[Rule("PUT .*data/model", "hang", times=99)]))
@@ -199,7 +193,8 @@ def test_another_comes_while_the_answer_is_lost(
 # Answers that are errors, or none ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+# Which statuses are tried again is quick to see with a pretended server: tests/storage/test_object_faults.py.
+@pytest.mark.parametrize("status", [pytest.param(429, marks=pytest.mark.long), pytest.param(500, marks=pytest.mark.long), 503])
 def test_a_store_that_is_busy_for_a_while(place: str, storage: Storage, proxy: Proxy, status: int) -> None:
     """Four requests in a row that are answered so, in a save and in a load, are no more than a delay."""
     proxy.set(Faults(rules=[Rule("data/", status, times=4), Rule("", status, skip=3, times=4)]))

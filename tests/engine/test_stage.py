@@ -166,7 +166,9 @@ def test_what_is_lazy_arrives_as_well() -> None:
 
 def test_the_words_of_a_row_are_within_it() -> None:
     """Whatever lies behind a tensor may change, also where its last bytes begin a new stretch."""
-    nbytes = np.array([8, 9, 15, 16, 17, 24, MiB - 8, MiB, MiB + 4, MiB + 8, MiB + 15, MiB + 16, 2 * MiB, 17 * MiB + 4, 17 * MiB + 8])
+    nbytes = np.array(
+        [8, 9, 15, 16, 17, 24, MiB - 8, MiB, MiB + 4, MiB + 8, MiB + 15, MiB + 16, 2 * MiB, 17 * MiB + 4, 17 * MiB + 8]
+    )
     places = choose_words(nbytes)
     ends = places.start + 8
     assert (ends <= nbytes[places.row]).all()

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,17 +22,30 @@ from anyshard.testing.layouts import make_mesh
 Outcome = dict[str, Any]
 
 SHORT_S = 3.0
+WRITTEN_S = 30.0  # until ranks that wait for nobody have written
 IMPATIENT = anyshard.SaveOptions(timeout_s=SHORT_S)
 
 
 class Moments:
-    """A sink that keeps when the first event of each name came."""
+    """A sink that keeps when the first event of each name came; by a file in `told` others hear that this rank has written."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Path | None = None) -> None:
         self.times_s: dict[str, float] = {}
+        self._told = told
 
     def emit(self, event: anyshard.Event) -> None:
         self.times_s.setdefault(event.name, event.time_s)
+        if self._told is not None and event.name == "save.write.end":
+            self._told.mkdir(exist_ok=True)
+            (self._told / f"{dist.get_rank()}").touch()
+
+
+def await_writes_of_others(told: Path) -> None:
+    """Return when all ranks but this one have written."""
+    deadline = time.monotonic() + WRITTEN_S
+    while not told.exists() or len(list(told.iterdir())) < dist.get_world_size() - 1:
+        assert time.monotonic() < deadline, "the others wait for this rank before they write"
+        threading.Event().wait(0.01)
 
 
 def make_state(name: str, *, seed: str = "") -> dict[str, dict[str, Any]]:
@@ -83,13 +97,14 @@ def count_calls_and_groups() -> tuple[int, int]:
     return sum(group._get_sequence_number_for_group() for group in groups), len(groups)
 
 
-def come_late(place: str, late: int, delay_s: float) -> Outcome:
-    """Save twice; to the second save one rank comes late."""
-    state, moments = make_state("late"), Moments()
+def come_late(place: str, late: int) -> Outcome:
+    """Save twice; to the second save one rank comes late, when the others have written."""
+    told = Path(place) / "told"
+    state, moments = make_state("late"), Moments(told)
     anyshard.save(f"{place}/step_1", state)
     dist.barrier()
     if dist.get_rank() == late:
-        threading.Event().wait(delay_s)
+        await_writes_of_others(told)
     called_s = time.time()
     report = anyshard.save(f"{place}/step_2", state, sinks=[moments])
     return {"called_s": called_s, "times_s": moments.times_s, "cached": report.plan_was_cached}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -72,6 +73,11 @@ class Strike:
         Agreement.post = watched  # type: ignore[method-assign]  # the process ends with this case
 
 
+def end_at_once() -> None:
+    """Let this process end without taking down the interpreter and all of torch, most of what a launch costs."""
+    atexit.register(os._exit, 0)  # the first to be registered is the last to be called
+
+
 def tell(act: Callable[[], object]) -> Outcome:
     """How a call ends: the class of its error, the failed ranks with phase and class, and whether that came soon."""
     began_s = time.monotonic()
@@ -86,6 +92,7 @@ def tell(act: Callable[[], object]) -> Outcome:
 
 def save_and_strike(place: str, number: int, at: str, victim: int, is_new: bool) -> Outcome:
     """Save step 1, then step 2, in which one rank is struck; `is_new` if step 2 is of another structure."""
+    end_at_once()
     anyshard.save(f"{place}/step_1", make_state("1"), options=PATIENT)
     sink = Strike(number, at, rank=victim)
     state = make_state("2", has_more=is_new)
@@ -94,6 +101,7 @@ def save_and_strike(place: str, number: int, at: str, victim: int, is_new: bool)
 
 def save_over_and_strike(place: str, at: str, victim: int) -> Outcome:
     """Save step 1, then save over it, in which one rank dies."""
+    end_at_once()
     anyshard.save(place, make_state("1"), options=PATIENT)
     sink = Strike(int(signal.SIGKILL), at, rank=victim)
     return tell(lambda: anyshard.save(place, make_state("2"), overwrite=True, options=IMPATIENT, sinks=[sink]))
@@ -124,11 +132,13 @@ def save_and_freeze(place: str, at: str, victim: int) -> tuple[Outcome, Outcome]
 
 def save_once(place: str, seed: str) -> Outcome:
     """Save over whatever is there."""
+    end_at_once()
     return tell(lambda: anyshard.save(place, make_state(seed), overwrite=True, options=PATIENT))
 
 
 def load_and_strike(place: str, number: int, at: str, victim: int) -> tuple[Outcome, bool]:
     """Load a step twice, the second time with a strike; how that ends, and whether the state of this rank is what it was."""
+    end_at_once()
     anyshard.load(place, make_state("blank"))
     state = make_state("blank")
     before = _bytes_here(state)

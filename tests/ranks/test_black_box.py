@@ -13,7 +13,6 @@ from tests.ranks import agreement_cases
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 4
-DELAY_S = 5.0
 
 
 def missing(ranks: list[int], phase: str) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def missing(ranks: list[int], phase: str) -> dict[str, Any]:
 
 def test_a_late_rank(worlds: Worlds, tmp_path: Path) -> None:
     """With an unchanged structure the others write at once, whatever one rank does; all wait for it to commit."""
-    found = worlds(NUM_RANKS).run(agreement_cases.come_late, str(tmp_path), 1, DELAY_S)
+    found = worlds(NUM_RANKS).run(agreement_cases.come_late, str(tmp_path), 1)
     others = [one["times_s"] for rank, one in enumerate(found) if rank != 1]
     assert [True] * NUM_RANKS == [one["cached"] for one in found]
     assert max(times_s["save.write.end"] for times_s in others) < found[1]["called_s"] < min(t["save.end"] for t in others)

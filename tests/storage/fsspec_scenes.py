@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from aiobotocore.session import AioSession  # type: ignore[import-untyped]
 
-from anyshard.storage.fsspec_store import FsspecStore, open_fsspec_store
+from anyshard.storage.fsspec_store import FsspecStore, open_fsspec_store, to_s3fs_options
 from anyshard.storage.fsspec_store.writer import WHOLE_NBYTES
+from tests.servers import S3Server
 
 LONG_NBYTES = WHOLE_NBYTES + 12_345
 
@@ -21,6 +23,11 @@ def numbered(root: str, options: dict[str, Any] | None = None) -> Places:
     """Each call opens the store at another place below `root`."""
     numbers = itertools.count()
     return lambda: open_fsspec_store(f"{root}/step_{next(numbers)}", options or {})
+
+
+def quick_s3fs_options(server: S3Server) -> dict[str, Any]:
+    """Options that reach a server, with what s3fs otherwise reads from files for each new store: most of a test's time."""
+    return {**to_s3fs_options(server.options), "session": AioSession()}
 
 
 def in_memory() -> Places:

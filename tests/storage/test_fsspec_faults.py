@@ -29,7 +29,7 @@ from anyshard.storage.retry import RetryPolicy
 from anyshard.testing.store_fixtures import pattern, write_blob
 from tests.proxy import Faults, Proxy, Rule, run_proxy
 from tests.servers import S3Server
-from tests.storage.fsspec_scenes import LONG_NBYTES, in_memory, model_state, same
+from tests.storage.fsspec_scenes import LONG_NBYTES, in_memory, model_state, quick_s3fs_options, same
 
 
 class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]  # as above
@@ -222,7 +222,7 @@ def proxy(seaweedfs: S3Server) -> Iterator[Proxy]:
 @pytest.fixture
 def proxied(seaweedfs: S3Server, proxy: Proxy) -> FsspecStore:
     """A store whose answers may be lost."""
-    options = to_s3fs_options({**seaweedfs.options, "endpoint": proxy.endpoint})
+    options = {**quick_s3fs_options(seaweedfs), "endpoint_url": proxy.endpoint}
     return open_fsspec_store(f"s3://{seaweedfs.make_bucket()}/run", options)
 
 

@@ -25,7 +25,7 @@ from anyshard.storage.wrappers import FaultStore, Rule, Verb, fail
 from anyshard.testing.store_contract import MakeStore, StoreContract
 from anyshard.testing.store_fixtures import in_threads, keys_below, pattern, read_range, write_blob
 from tests.servers import S3Server
-from tests.storage.fsspec_scenes import LONG_NBYTES, Places, in_memory, model_state, numbered, same
+from tests.storage.fsspec_scenes import LONG_NBYTES, Places, in_memory, model_state, numbered, quick_s3fs_options, same
 
 
 class TestMemory(StoreContract):
@@ -155,7 +155,7 @@ def test_prepare_makes_no_bucket(seaweedfs: S3Server) -> None:
 
 def test_upload_given_up_leaves_no_parts(seaweedfs: S3Server) -> None:
     """Giving up a blob of which parts were sent aborts its upload, so that nobody pays for them."""
-    bucket, options = seaweedfs.make_bucket(), to_s3fs_options(seaweedfs.options)
+    bucket, options = seaweedfs.make_bucket(), quick_s3fs_options(seaweedfs)
     store = open_fsspec_store(f"s3://{bucket}/run", options)
     with store.create_blob("data/a", nbytes=3 * WHOLE_NBYTES) as writer:
         writer.write_at(0, memoryview(pattern(2 * WHOLE_NBYTES)))
@@ -233,7 +233,7 @@ def test_only_the_url_changes(quick_path: Path, seaweedfs: S3Server) -> None:
     places = {
         f"memory://run-{uuid.uuid4().hex}/step_1": {},
         f"fsspec+file://{quick_path}/step_1": {},
-        f"fsspec+s3://{seaweedfs.make_bucket()}/step_1": to_s3fs_options(seaweedfs.options),
+        f"fsspec+s3://{seaweedfs.make_bucket()}/step_1": quick_s3fs_options(seaweedfs),
     }
     for place, options in places.items():
         state, found = model_state(4), model_state(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,10 +24,10 @@ from tests.servers import AzureServer, S3Server
 PART_NBYTES = 5 * MIB
 
 
-def s3_stores(server: S3Server) -> MakeStore:
-    """Each call gives an empty store in one new bucket."""
-    bucket, numbers = server.make_bucket(), itertools.count()
-    return lambda: open_object_store(f"s3://{bucket}/run/step {next(numbers)}", server.options)
+def s3_stores(server: S3Server, bucket: str) -> MakeStore:
+    """Each call gives an empty store in the bucket."""
+    run, numbers = uuid.uuid4().hex, itertools.count()
+    return lambda: open_object_store(f"s3://{bucket}/{run}/step {next(numbers)}", server.options)
 
 
 def open_s3(server: S3Server, options: Mapping[str, Any] | None = None) -> ObjectStore:
@@ -39,13 +40,19 @@ def open_s3(server: S3Server, options: Mapping[str, Any] | None = None) -> Objec
 class TestMoto(StoreContract):
     @pytest.fixture
     def make_store(self, moto_s3: S3Server) -> MakeStore:
-        return s3_stores(moto_s3)
+        return s3_stores(moto_s3, moto_s3.make_bucket())
+
+
+@pytest.fixture(scope="module")
+def warm_bucket(seaweedfs: S3Server) -> str:
+    """One for all tests of the contract, since the first object in a bucket takes longer than a test."""
+    return seaweedfs.make_bucket()
 
 
 class TestSeaweed(StoreContract):
     @pytest.fixture
-    def make_store(self, seaweedfs: S3Server) -> MakeStore:
-        return s3_stores(seaweedfs)
+    def make_store(self, seaweedfs: S3Server, warm_bucket: str) -> MakeStore:
+        return s3_stores(seaweedfs, warm_bucket)
 
     def test_delete_of_an_empty_prefix(self, store: Store) -> None:
         """It goes on listing an emptied prefix for a while; there is nothing below."""
