@@ -22,17 +22,21 @@ ERRORS = """
     AnyshardError BlobExists BlobNotFound CheckpointDamaged CheckpointExists CheckpointNotFound CheckpointReplaced
     CommitConflict CommitOutcomeUnknown Difference EarlierSaveFailed InvalidAppState InvalidOption InvalidPath
     InvalidRegistration KeyValueStoreLost LimitExceeded LoadInterrupted Mismatch NotACheckpoint OperationFailed RankMissing
-    StateMismatch StillPending StorageDenied StorageError StorageFull StorageStuck StorageUnavailable StorageUnguarded
+    RunInUse StateMismatch StillPending StorageDenied StorageError StorageFull StorageStuck StorageUnavailable StorageUnguarded
     StructureChanged TornSnapshot UnsupportedFormat UnsupportedValue
 """
-VERBS = "prepare save async_save wait_all load open register_value escape advise_interval job_mtbf_s"
+VERBS = "prepare save async_save wait_all load open register_value escape shield_worker advise_interval job_mtbf_s"
 RECORDS = """
     Checkpoint SaveReport LoadReport SaveOptions LoadOptions Event Sink LoggingSink JsonLinesSink PendingSave RankStatus
     StagingReport PrepareReport Layout LoadForecast IntervalAdvice
 """
+RUNS = """
+    Run StepInfo SplitStep PruneReport Preemption KeepPolicy KeepLast KeepEvery KeepFor KeepBest Protect WeightsOnly SavePolicy
+    EverySteps EveryMinutes Continuously
+"""
 WRAPPERS = "PerRank RNGState"
 MODULES = "errors ops"
-PUBLIC = sorted([*ERRORS.split(), *VERBS.split(), *RECORDS.split(), *WRAPPERS.split(), *MODULES.split(), "__version__"])
+PUBLIC = sorted([*f"{ERRORS} {VERBS} {RECORDS} {RUNS} {WRAPPERS} {MODULES}".split(), "__version__"])
 
 
 def test_public_names_are_frozen() -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         NotACheckpoint,
         OperationFailed,
         RankMissing,
+        RunInUse,
         StateMismatch,
         StillPending,
         StorageDenied,
@@ -59,6 +60,14 @@ if TYPE_CHECKING:
     from anyshard.progress import RankStatus
     from anyshard.records.addresses import escape
     from anyshard.reports import LoadForecast, LoadReport, PrepareReport, SaveReport, StagingReport
+    from anyshard.run.data_workers import shield_worker
+    from anyshard.run.parts import SplitStep
+    from anyshard.run.policies import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy, Protect, WeightsOnly
+    from anyshard.run.preemption import Preemption
+    from anyshard.run.retention import PruneReport
+    from anyshard.run.run import Run
+    from anyshard.run.step_info import StepInfo
+    from anyshard.run.when import Continuously, EveryMinutes, EverySteps, SavePolicy
 
 __version__ = "0.1.0"
 
@@ -73,15 +82,23 @@ __all__ = [
     "CheckpointReplaced",
     "CommitConflict",
     "CommitOutcomeUnknown",
+    "Continuously",
     "Difference",
     "EarlierSaveFailed",
     "Event",
+    "EveryMinutes",
+    "EverySteps",
     "IntervalAdvice",
     "InvalidAppState",
     "InvalidOption",
     "InvalidPath",
     "InvalidRegistration",
     "JsonLinesSink",
+    "KeepBest",
+    "KeepEvery",
+    "KeepFor",
+    "KeepLast",
+    "KeepPolicy",
     "KeyValueStoreLost",
     "Layout",
     "LimitExceeded",
@@ -95,15 +112,23 @@ __all__ = [
     "OperationFailed",
     "PendingSave",
     "PerRank",
+    "Preemption",
     "PrepareReport",
+    "Protect",
+    "PruneReport",
     "RNGState",
     "RankMissing",
     "RankStatus",
+    "Run",
+    "RunInUse",
     "SaveOptions",
+    "SavePolicy",
     "SaveReport",
     "Sink",
+    "SplitStep",
     "StagingReport",
     "StateMismatch",
+    "StepInfo",
     "StillPending",
     "StorageDenied",
     "StorageError",
@@ -115,6 +140,7 @@ __all__ = [
     "TornSnapshot",
     "UnsupportedFormat",
     "UnsupportedValue",
+    "WeightsOnly",
     "__version__",
     "advise_interval",
     "async_save",
@@ -127,6 +153,7 @@ __all__ = [
     "prepare",
     "register_value",
     "save",
+    "shield_worker",
     "wait_all",
 ]
 
@@ -147,6 +174,14 @@ _HOMES = {
     "progress": ("RankStatus",),
     "records.addresses": ("escape",),
     "reports": ("LoadForecast", "LoadReport", "PrepareReport", "SaveReport", "StagingReport"),
+    "run.data_workers": ("shield_worker",),
+    "run.parts": ("SplitStep",),
+    "run.policies": ("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "KeepPolicy", "Protect", "WeightsOnly"),
+    "run.preemption": ("Preemption",),
+    "run.retention": ("PruneReport",),
+    "run.run": ("Run",),
+    "run.step_info": ("StepInfo",),
+    "run.when": ("Continuously", "EveryMinutes", "EverySteps", "SavePolicy"),
 }
 
 

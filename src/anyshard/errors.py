@@ -148,6 +148,18 @@ class CommitOutcomeUnknown(AnyshardError, RuntimeError):
     """The commit record could not be read back in time: the save may or may not exist. Nothing was deleted."""
 
 
+class RunInUse(AnyshardError, RuntimeError):
+    """Another writer is at work on this run: `host` and `pid` say which, as its lease says; nothing was written or deleted."""
+
+    host: str = ""
+    pid: int = 0
+
+    def __init__(self, message: str, *, host: str = "", pid: int = 0) -> None:
+        super().__init__(message)
+        self.host = host
+        self.pid = pid
+
+
 class TornSnapshot(AnyshardError, RuntimeError):
     """Tensors of a lazy snapshot were changed or freed before they were copied; nothing is committed. Names their addresses."""
 

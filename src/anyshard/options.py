@@ -18,6 +18,8 @@ TIMEOUT_S = 1800.0  # the default
 ENVIRONMENT = {
     "ANYSHARD_EVENTS": "path of a file to which every event is appended as one JSON line",
     "ANYSHARD_STORAGE_THREADS": "number of reads or writes in flight (default 8)",
+    "SLURM_JOB_ID": "the job, set by Slurm: a run's lease is taken over at once by the same job, restarted",
+    "TORCHELASTIC_RUN_ID": "the same, set by torchrun (--rdzv-id)",
     "WORLD_SIZE": "number of ranks, set by torchrun: if above 1, saving and loading need init_process_group",
 }
 

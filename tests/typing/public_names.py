@@ -40,6 +40,26 @@ def check_checkpoint(url: str) -> None:
     anyshard.open(url, options=anyshard.LoadOptions(threads=1), sinks=[anyshard.LoggingSink()]).close()
 
 
+def check_run(url: str, app_state: dict[str, Any]) -> None:
+    """A run is a context; policies of both kinds can be joined."""
+    keep = (
+        anyshard.KeepLast(3) | anyshard.KeepEvery(1000) & anyshard.KeepFor(3600) | anyshard.WeightsOnly(anyshard.KeepEvery(100))
+    )
+    every = anyshard.EverySteps(100) | anyshard.EveryMinutes(10)
+    with anyshard.Run(url, keep=keep, every=every, preemption=anyshard.Preemption(deadline_s=60)) as run:
+        assert_type(run, anyshard.Run)
+        assert_type(run.restore_or_init(app_state), anyshard.LoadReport | None)
+        assert_type(run.end_step(1, app_state, metrics={"loss": 0.5}), anyshard.PendingSave | None)
+        assert_type(run.should_stop, bool)
+        assert_type(run.save(2, app_state), anyshard.SaveReport)
+        assert_type(run.async_save(3, app_state), anyshard.PendingSave)
+        assert_type(run.load(app_state, step=2), anyshard.LoadReport)
+        assert_type(run.steps(), tuple[anyshard.StepInfo, ...])
+        assert_type(run.latest(), anyshard.StepInfo | None)
+        assert_type(run.prune(dry_run=True), anyshard.PruneReport)
+        assert_type(run.begin(4), anyshard.SplitStep)
+
+
 def check_misspelling() -> None:
     """A name that is not there is an error before the program runs."""
     anyshard.restore  # type: ignore[attr-defined]  # noqa: B018 - looking it up is the point

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from anyshard.coord.watch import Terms
 
 _MAX_CROSSED = 1024  # of which it is known what others took them for: more than calls that a rank leaves out in a row
 _KEPT = 2  # operations whose messages stay for ranks that are late
+_CHANNEL_ANSWER_S = 10.0
 _GRACE_S = 1.0  # for a rank that others have given up for missing
 
 
@@ -32,6 +34,15 @@ class _Crossed:
 
     verdict: Verdict
     subject_of_others: str
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Channel:
+    """Keys of a group beside its operations, and a connection of its own to the key-value store, for one thread at a time."""
+
+    members: Members
+    store: KeyValueStore
+    prefix: str
 
 
 class Group:
@@ -46,6 +57,7 @@ class Group:
         self._keys = keys_of_group(ranks)
         self._store = store
         self._caller = Caller()
+        self._channel_callers: weakref.WeakSet[Caller] = weakref.WeakSet()
         self._host = Host(self._members, self._keys)
         self._guest = Guest(self._members, self._keys)
         self._incarnation = self._host.incarnation if self.is_coordinator else ""
@@ -140,7 +152,22 @@ class Group:
 
         Returns when no call into the store is under way, or after `timeout_s`.
         """
-        self._caller.close(timeout_s)
+        for caller in (self._caller, *self._channel_callers):
+            caller.close(timeout_s)
+
+    def open_channel(self, name: str, *, timeout_s: float = _CHANNEL_ANSWER_S) -> Channel:
+        """A channel for talk beside the operations. Waits for no rank; no call into its store takes longer than `timeout_s`.
+
+        All ranks give the same `name`, a random one that they have agreed on: so nobody finds keys of a former job, or of another
+        channel.
+        """
+        prefix = self._keys.channel(name)
+        if not self._store.can_hang:
+            return Channel(self._members, self._store.clone(), prefix)
+        caller = Caller()
+        self._channel_callers.add(caller)
+        clone = self._caller.ask(self._store.clone, timeout_s)
+        return Channel(self._members, BoundedKeyValueStore(clone, caller, timeout_s=timeout_s), prefix)
 
     def _pass_over(self, subject: str) -> None:
         """Raise how the operation ended in which another rank has made this call already; once, for it may be tried again."""

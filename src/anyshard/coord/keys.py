@@ -25,6 +25,10 @@ class GroupKeys:
         """A rank's word that it has read the welcome."""
         return f"{self.space}/accepted.{rank}"
 
+    def channel(self, name: str) -> str:
+        """What the keys of a channel begin with."""
+        return f"{self.space}/channel/{name}"
+
     def of_operation(self, incarnation: str, sequence: int) -> OperationKeys:
         """Keys of one operation."""
         return OperationKeys(f"{self.space}/{incarnation}", sequence)

@@ -36,8 +36,12 @@ def looks(patience: Patience, *, num_ranks: int) -> Iterator[float]:
         if looked_s >= patience.timeout_s:
             return
         waited_s = time.monotonic() - began_s
-        pause_s = max(_MIN_PAUSE_S, _PAUSE_S_PER_RANK * num_ranks, waited_s / _PAUSES_PER_WAIT)
-        time.sleep(max(0.0, min(pause_s, _MAX_PAUSE_S, patience.timeout_s - waited_s)))
+        time.sleep(max(0.0, min(find_pause_s(waited_s, num_ranks=num_ranks), patience.timeout_s - waited_s)))
+
+
+def find_pause_s(waited_s: float, *, num_ranks: int) -> float:
+    """How long to pause before the next look, of as many ranks, for what has been awaited for so long."""
+    return min(max(_MIN_PAUSE_S, _PAUSE_S_PER_RANK * num_ranks, waited_s / _PAUSES_PER_WAIT), _MAX_PAUSE_S)
 
 
 class Every:
