@@ -2,8 +2,8 @@
 
 Runs `train.py` four times under torchrun: on 4 processes with FSDP2, undisturbed; the same, saving while it trains, killed by
 SIGKILL in the middle of a save; resumed on 2 processes with tensor parallelism; and once more with fresh optimizer moments, to
-show what a wrong state would look like. Then reads the checkpoint that crossed over without torch. Exit code 1 if one of the
-claims is false.
+show what a wrong state would look like. Then reads the checkpoint that crossed over without torch, and shows what the run has
+kept of its steps. Exit code 1 if one of the claims is false.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import anyshard
 
 STEPS, SAVE_EVERY, KILLED_AT = 20, 5, 15
 LAST_GOOD = KILLED_AT - SAVE_EVERY
+SAVING = ("--save-every", str(SAVE_EVERY), "--keep-weights-every", str(2 * SAVE_EVERY))
 NUM_PROCESSES = {"fsdp2": 4, "tp": 2}
 TOLERANCE = 1e-3  # relative; layouts add floats in another order, which shows at about 1e-7
 TIMEOUT_S = 120
@@ -93,8 +94,7 @@ def train(run: Path, parallelism: str, *options: str) -> dict[str, Any]:
 
 def kill_in_save(run: Path) -> int:
     """Run the job on FSDP2 and kill all its processes in the middle of a save; the return code of torchrun."""
-    options = ("--save-every", str(SAVE_EVERY), "--hold-in-save-of", str(KILLED_AT))
-    with launch(run, "fsdp2", *options) as job:
+    with launch(run, "fsdp2", *SAVING, "--hold-in-save-of", str(KILLED_AT)) as job:
         deadline = time.monotonic() + TIMEOUT_S
         while len(list(run.glob(f"step_{KILLED_AT}/data/optimizer/*"))) < NUM_PROCESSES["fsdp2"]:
             if time.monotonic() > deadline or has_ended(job):
@@ -125,14 +125,15 @@ def kill_and_resume(work: Path) -> list[Claim]:
     print(f"  killed. Left behind: {len(left)} files like {left[-1]}, and no manifest: step_{KILLED_AT} does not exist")
     shutil.copytree(work / "run", work / "fresh")
     print("\n3. resumed on 2 processes with tensor parallelism")
-    resumed = train(work / "run", "tp", "--save-every", str(SAVE_EVERY))
+    resumed = train(work / "run", "tp", *SAVING)
     print("\n4. the same, but with fresh optimizer moments")
     fresh = train(work / "fresh", "tp", "--save-every", "0", "--fresh-moments")
     origins = (resumed["resumed_from"], fresh["resumed_from"])
     return [
         Claim("all processes were killed in the middle of a save", code == -signal.SIGKILL and has_blobs_only(left)),
         Claim(f"the job resumed from step {LAST_GOOD}, the last good one", origins == (LAST_GOOD, LAST_GOOD)),
-        compare_state(work / "run", resumed["digest"]),
+        compare_state(work / "fresh", resumed["digest"]),
+        look_at_kept(work / "run"),
         *compare_curves(straight["losses"], resumed["losses"], fresh["losses"]),
     ]
 
@@ -147,13 +148,11 @@ def has_blobs_only(files: list[str]) -> bool:
     return any(file.startswith("data/") for file in files) and not any(file.startswith("manifest-") for file in files)
 
 
-def compare_state(run: Path, digest_of_ranks: str) -> Claim:
-    """Read the run's checkpoints without torch, and compare the one that was resumed from with what the ranks got of it."""
-    print("\n5. the run read offline, in this process, without torch")
-    for step in range(SAVE_EVERY, STEPS + 1, SAVE_EVERY):
-        checkpoint = anyshard.open(run / f"step_{step}")
-        print(f"  step_{step}: {len(checkpoint)} tensors, saved by {checkpoint.manifest.world_size} processes")
-    checkpoint = anyshard.open(run / f"step_{LAST_GOOD}")
+def compare_state(copy: Path, digest_of_ranks: str) -> Claim:
+    """Read the checkpoint that was resumed from, without torch, in the copy of the run, and compare it with what ranks got."""
+    checkpoint = anyshard.open(copy / f"step_{LAST_GOOD}")
+    print(f"\n5. step_{LAST_GOOD} read offline, in this process, without torch: ", end="")
+    print(f"{len(checkpoint)} tensors, saved by {checkpoint.manifest.world_size} processes")
     for address in SHOWN:
         stored = checkpoint[address]
         print(f"    {address}  {stored.dtype}  {stored.shape}  {stored[0, :3]}")
@@ -163,6 +162,19 @@ def compare_state(run: Path, digest_of_ranks: str) -> Claim:
     return Claim(
         "what 2 processes loaded is what 4 had saved, bit for bit, as this process reads it without torch",
         digest.hexdigest() == digest_of_ranks and "torch" not in sys.modules,
+    )
+
+
+def look_at_kept(run: Path) -> Claim:
+    """Print the steps that are left of the run, and compare them with what it was told to keep."""
+    steps = anyshard.Run(run).steps()
+    print("\n6. what the run has kept: the last two steps, and the weights of every tenth")
+    for step in steps:
+        print(f"  step_{step.step}: {sum(step.section_nbytes.values()) / 1e6:.1f} MB of {', '.join(step.sections)}")
+    kept = {step.step: set(step.sections) == {"model"} for step in steps}
+    return Claim(
+        f"retention has deleted step {SAVE_EVERY} and left only the weights of step {LAST_GOOD}; newer ones are whole",
+        kept == {LAST_GOOD: True, KILLED_AT: False, STEPS: False},
     )
 
 

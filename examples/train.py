@@ -1,8 +1,8 @@
 """A training job that can be killed at any moment and resumed on other ranks: a small Llama on the sources of Python's library.
 
-This is how a job uses anyshard: one app state, `anyshard.async_save` every few steps, and at the start `anyshard.load` from the
-newest step that loads. Neither call says how the model is laid out, and training goes on while a save is written. `demo.py` runs
-it several times and compares. By itself, stopped when you like and started again on other ranks:
+This is how a job uses anyshard: one app state and one `anyshard.Run`, which loads the newest good step at the start, saves every
+few steps while training goes on, and deletes what is not to be kept. Nothing says how the model is laid out. `demo.py` runs it
+several times and compares; `plain.py` and `fsdp2.py` are shorter. Stop it when you like and start it again on other ranks:
 
     .venv/bin/torchrun --standalone --nproc-per-node 4 examples/train.py runs/a --steps 2000 --parallelism fsdp2
     .venv/bin/torchrun --standalone --nproc-per-node 2 examples/train.py runs/a --steps 2000 --parallelism tp
@@ -46,11 +46,14 @@ TP_PLAN = {
 
 
 class HoldInMiddle:
-    """An event sink that holds a save when the first block of the optimizer is written, so that `demo.py` can kill it there."""
+    """An event sink that, when told to, holds a save at the first block of the optimizer, so that `demo.py` can kill it there."""
+
+    def __init__(self) -> None:
+        self.is_on = False
 
     def emit(self, event: anyshard.Event) -> None:
         """Take one event."""
-        if event.name == "save.block.written" and str(event.file).startswith("data/optimizer/"):
+        if self.is_on and event.name == "save.block.written" and str(event.file).startswith("data/optimizer/"):
             threading.Event().wait(timeout=60)
 
 
@@ -113,20 +116,19 @@ def make_app_state(parallelism: str, num_steps: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "progress": {"step": 0, "losses": []}}
 
 
-def load_newest(run: Path, app_state: dict[str, Any], *, exclude: tuple[str, ...]) -> int | None:
-    """Load the newest step that loads and return its number, or None if there is none.
-
-    `verify="first"` finds damage before anything is filled, so a damaged step leaves nothing behind in the one before.
-    """
-    for path in sorted(run.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")), reverse=True):
-        try:
-            report = anyshard.load(path, app_state, exclude=exclude, verify="first")
-        except (anyshard.CheckpointNotFound, anyshard.CheckpointDamaged) as error:
-            tell(f"{path.name} is passed over: {error}")
-            continue
-        tell(f"{path.name} is loaded: {report.num_tensors} tensors, {report.nbytes / 1e6:.1f} MB in {report.duration_s:.2f} s")
-        return report.step
-    return None
+def open_run(arguments: argparse.Namespace, hold: HoldInMiddle) -> anyshard.Run:
+    """The run of this job: when it saves, what it keeps, and that SIGTERM means one last save."""
+    weights = anyshard.WeightsOnly(anyshard.KeepEvery(arguments.keep_weights_every))
+    return anyshard.Run(
+        arguments.run,
+        keep=anyshard.KeepLast(2) | weights,
+        every=anyshard.EverySteps(arguments.save_every) if arguments.save_every else None,
+        preemption=anyshard.Preemption(deadline_s=25),
+        # Small blocks, so that this small model too takes many writes.
+        options=anyshard.SaveOptions(staging=arguments.staging, block_nbytes=1 << 20),
+        load_options=anyshard.LoadOptions(exclude=("optimizer/state/**",) if arguments.fresh_moments else ()),
+        sinks=[hold],
+    )
 
 
 def train_step(app_state: dict[str, Any], text: torch.Tensor, parallelism: str) -> None:
@@ -166,6 +168,16 @@ def digest_state(app_state: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def tell_loaded(report: anyshard.LoadReport | None) -> None:
+    """Say which step was loaded, and which newer ones were passed over and why."""
+    if report is None:
+        return
+    for step, reason in report.skipped:
+        tell(f"step_{step} is passed over: {reason}")
+    rate = f"{report.nbytes / 1e6:.1f} MB in {report.duration_s:.2f} s"
+    tell(f"step_{report.step} is loaded: {report.num_tensors} tensors, {rate}")
+
+
 def tell_cost(pending: anyshard.PendingSave | None) -> None:
     """Wait for a save, if there is one, until it is committed (or raise its failure), and say what it has cost."""
     if pending is None:
@@ -180,24 +192,23 @@ def tell_cost(pending: anyshard.PendingSave | None) -> None:
 
 def run_job(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train from the newest good step to the last one, saving on the way; returns what `demo.py` compares."""
-    # Small blocks, so that this small model too takes many writes.
-    options = anyshard.SaveOptions(staging=arguments.staging, block_nbytes=1 << 20)
     app_state = make_app_state(arguments.parallelism, arguments.steps)
-    exclude = ("optimizer/state/**",) if arguments.fresh_moments else ()
-    resumed_from = load_newest(arguments.run, app_state, exclude=exclude)
-    digest = digest_state(app_state)
-    text = read_text()
-    pending = None
-    while app_state["progress"]["step"] < arguments.steps:
-        train_step(app_state, text, arguments.parallelism)
-        step = app_state["progress"]["step"]
-        if arguments.save_every and step % arguments.save_every == 0:
-            sinks = [HoldInMiddle()] if step == arguments.hold_in_save_of else []
-            last = pending  # over when the next one begins: one at a time is under way, and a failure is raised by the call
-            pending = anyshard.async_save(arguments.run / f"step_{step}", app_state, options=options, sinks=sinks)
-            tell_cost(last)
-    tell_cost(pending)
-    return {"resumed_from": resumed_from, "digest": digest, "losses": app_state["progress"]["losses"]}
+    text, hold = read_text(), HoldInMiddle()
+    with open_run(arguments, hold) as run:
+        report = run.restore_or_init(app_state)
+        tell_loaded(report)
+        digest, progress, last = digest_state(app_state), app_state["progress"], None
+        while progress["step"] < arguments.steps and not run.should_stop:
+            train_step(app_state, text, arguments.parallelism)
+            if progress["step"] == arguments.hold_in_save_of:
+                tell_cost(last)  # or it might be held instead
+                last, hold.is_on = None, True
+            pending = run.end_step(progress["step"], app_state, metrics={"loss": progress["losses"][-1]})
+            if pending is not None:
+                tell_cost(last)  # the save before, which is over by now: one at a time is under way
+                last = pending
+        tell_cost(last)
+    return {"resumed_from": report and report.step, "digest": digest, "losses": progress["losses"]}
 
 
 def main() -> None:
@@ -207,6 +218,7 @@ def main() -> None:
     parser.add_argument("--parallelism", choices=("fsdp2", "tp", "none"), default="none", help="none: one process")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save-every", type=int, default=5, help="0: never")
+    parser.add_argument("--keep-weights-every", type=int, default=100, help="keep at least the weights of these steps")
     parser.add_argument(
         "--staging", choices=("lazy", "eager"), default="lazy", help="when a save copies the state; see docs/async.md"
     )
@@ -219,7 +231,7 @@ def main() -> None:
     if arguments.parallelism != "none":
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     result = run_job(arguments)
-    tell(f"step {arguments.steps}: loss {result['losses'][-1]:.4f}")
+    tell(f"step {len(result['losses'])}: loss {result['losses'][-1]:.4f}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         arguments.run.with_suffix(".json").write_text(json.dumps(result))
     if dist.is_initialized():
