@@ -62,9 +62,9 @@ def train(place: str, num_steps: int) -> None:
     app_state = make_app_state()
     with anyshard.Run(place, keep=KEEP, every=EVERY, preemption=PREEMPTION) as run:
         report = run.restore_or_init(app_state)
-        done = 0 if report is None or report.step is None else report.step
-        tell(f"going on after step {done}" if report else "a new run")
-        for step in range(done + 1, num_steps + 1):
+        first = 1 if report is None else report.next_step
+        tell(f"going on after step {first - 1}" if report else "a new run")
+        for step in range(first, num_steps + 1):
             loss = train_step(app_state)
             run.end_step(step, app_state, metrics={"loss": loss})
             if step % 10 == 0:

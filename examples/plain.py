@@ -33,9 +33,9 @@ def train(place: str, num_steps: int) -> None:
     app_state = {"model": model, "optimizer": optimizer, "random": anyshard.RNGState()}
     with anyshard.Run(place, keep=anyshard.KeepLast(3), every=anyshard.EverySteps(20)) as run:
         report = run.restore_or_init(app_state)
-        done = 0 if report is None or report.step is None else report.step
-        print(f"going on after step {done}" if report else "a new run")
-        for step in range(done + 1, num_steps + 1):
+        first = 1 if report is None else report.next_step
+        print(f"going on after step {first - 1}" if report else "a new run")
+        for step in range(first, num_steps + 1):
             loss = train_step(model, optimizer)
             run.end_step(step, app_state, metrics={"loss": loss})  # saves every 20th step while training goes on
             if step % 100 == 0:

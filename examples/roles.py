@@ -54,7 +54,7 @@ def work(place: str, role: str, dies_at: int) -> None:
     run, app_state = anyshard.Run(place), make_app_state(role)
     report = run.restore_or_init(app_state, role=role)
     loss = 0.0
-    for step in range(1 if report is None or report.step is None else report.step + 1, NUM_STEPS + 1):
+    for step in range(1 if report is None else report.next_step, NUM_STEPS + 1):
         loss = train_step(app_state, step)
         if step == dies_at:
             dist.barrier()  # all of this world at once

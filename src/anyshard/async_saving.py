@@ -13,6 +13,7 @@ from functools import partial
 from typing import final
 
 from anyshard.background import Job, Saver
+from anyshard.commit.listing import PARTS_PREFIX
 from anyshard.coord.agreement import Agreement
 from anyshard.coord.group import Group
 from anyshard.coord.turn import Turn
@@ -142,8 +143,9 @@ def _make_plain(error: BaseException) -> Exception:
 
 
 def _run_of(url: str) -> str:
-    """The run that a checkpoint belongs to: the directory above it."""
-    return url.rstrip("/").rpartition("/")[0]
+    """The run that a checkpoint belongs to: the directory above it, or above the step that it is a part of."""
+    above, parts = url.rstrip("/").rpartition("/")[0], f"/{PARTS_PREFIX}".rstrip("/")
+    return _run_of(above.removesuffix(parts)) if above.endswith(parts) else above
 
 
 def _list_statuses(saving: SaveOperation, progress: Progress, num_ranks: int) -> tuple[RankStatus, ...]:

@@ -87,6 +87,11 @@ class LoadReport:
     warnings: tuple[str, ...] = ()
     skipped: tuple[tuple[int, str], ...] = ()
 
+    @property
+    def next_step(self) -> int:
+        """The number of the step that follows the one that was loaded; 0 if that has none."""
+        return 0 if self.step is None else self.step + 1
+
     def __str__(self) -> str:
         step = "no step" if self.step is None else f"step {self.step}"
         lists = ("missing", "unexpected", "not_asked_for", "created")

@@ -279,7 +279,7 @@ class _HeldStore(WrapperStore):
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
         """Check before directories are made and before a record is."""
-        if call.verb is Verb.PREPARE or (call.verb is Verb.CREATE and MANIFEST.fullmatch(call.key)):
+        if call.verb is Verb.PREPARE or (call.verb in (Verb.CREATE, Verb.PUT) and MANIFEST.fullmatch(call.key)):
             self._check()
         return run()
 

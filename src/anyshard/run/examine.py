@@ -21,7 +21,7 @@ from anyshard.errors import (
     UnsupportedFormat,
 )
 from anyshard.records.manifest import Manifest, StepState
-from anyshard.run.step_info import Condition, StepInfo
+from anyshard.run.step_info import BEING_WRITTEN, Condition, StepInfo
 from anyshard.storage.protocol import Entry, Store
 
 METRICS = "metrics"  # the member of the user's metadata that holds them
@@ -118,7 +118,7 @@ def _as_pending(found: Examined, parts: Mapping[str, Examined]) -> Examined:
 
 def _as_damaged(found: Examined, store: Store, listing: StepListing, newest: Record, error: CheckpointDamaged) -> Examined:
     if newest.is_torn and age_s(store, listing, newest) < PENDING_S:
-        return _with(found, Condition.PENDING, note="its record is being written")
+        return _with(found, Condition.PENDING, note=BEING_WRITTEN)
     return _with(found, Condition.DAMAGED, note=str(error))
 
 

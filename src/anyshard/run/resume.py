@@ -23,14 +23,13 @@ from anyshard.errors import (
     OperationFailed,
 )
 from anyshard.reports import LoadReport
-from anyshard.run.step_info import Condition, StepInfo
+from anyshard.run.step_info import BEING_WRITTEN, Condition, StepInfo
 
 logger = logging.getLogger(__name__)
 
 _DAMAGE = (CheckpointDamaged, NotACheckpoint, CheckpointNotFound, CheckpointReplaced, BlobNotFound)
 _DAMAGE_NAMES = frozenset(kind.__name__ for kind in _DAMAGE)
 _FAULTY = (Condition.DAMAGED, Condition.INCOMPLETE)
-TORN = "its record is being written"  # or cut: what the catalog notes then may be the damage of the only step there is
 _MAX_REASON = 1000  # characters
 _UNDEFINED = "The app state is undefined now, since a step was loaded in part. Load a checkpoint in full before you use it"
 
@@ -78,7 +77,7 @@ def list_candidates(steps: Sequence[StepInfo], run_id: str | None, *, role: str 
     lost = [one for one in steps if one.condition in _FAULTY and one.run_id != run_id and _may_be_last(one, last_s)]
     fit = [one for one in (*own, *lost) if (role in one.parts if role else not one.parts) or one.condition in _FAULTY]
     newest = max((one.step for one in fit), default=math.inf)
-    unfinished = [one for one in steps if one.condition is Condition.PENDING and (one.step > newest or one.note == TORN)]
+    unfinished = [one for one in steps if one.condition is Condition.PENDING and (one.step > newest or one.note == BEING_WRITTEN)]
     ordered = sorted((*fit, *unfinished), key=lambda one: (not one.dropped, one.step), reverse=True)
     found = tuple(Candidate(one.step, "" if one.is_good else one.note or "only an unfinished save is there") for one in ordered)
     return Candidates(found, "" if found else _advise(own, role))

@@ -37,8 +37,9 @@ _MARGIN_S = 1.0  # by which a save has to be older than the incarnation that tak
 class PruneReport:
     """What a pass did to the run at `url` (with `dry_run`: would do).
 
-    `deleted`, `thinned` and `kept` are numbers of steps; leftovers went from those in `cleaned`. `nbytes` are those that became
-    free, leftovers not counted. `warnings` say what could not be done, and what is in the way; the next pass tries again.
+    `deleted`, `thinned` and `kept` are numbers of steps, `reasons` say why, by step; leftovers went from those in `cleaned`.
+    `nbytes` are those that became free, leftovers not counted. `warnings` say what could not be done, and what is in the way; the
+    next pass tries again.
     """
 
     url: str
@@ -49,6 +50,15 @@ class PruneReport:
     nbytes: int
     warnings: tuple[str, ...]
     dry_run: bool
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        done, was = ("would free", "would be") if self.dry_run else ("freed", "was")
+        fates = [(step, "deleted") for step in self.deleted] + [(step, "thinned") for step in self.thinned]
+        lines = [f"step {step} {was} {fate}: {self.reasons.get(step, '')}" for step, fate in sorted(fates)]
+        lines += [f"step {step} is kept: {self.reasons.get(step, '')}" for step in self.kept]
+        head = f"{self.url}: {done} {self.nbytes / 1e6:.1f} MB"
+        return "\n  ".join([head, *(line.removesuffix(": ") for line in lines), *self.warnings])
 
 
 def prune(  # noqa: PLR0913 - whose steps, by which rule, and the means
@@ -83,7 +93,7 @@ def prune(  # noqa: PLR0913 - whose steps, by which rule, and the means
     gone = {*work.deleted, *work.thinned}
     kept = tuple(one.step for one in steps if one.condition is Condition.COMMITTED and one.step not in gone)
     done = (tuple(work.deleted), tuple(work.thinned), kept, tuple(work.cleaned))
-    return PruneReport(catalog.store.url, *done, work.nbytes, tuple(work.warnings), dry_run)
+    return PruneReport(catalog.store.url, *done, work.nbytes, tuple(work.warnings), dry_run, plan.reasons)
 
 
 def _describe_strangers(steps: Sequence[StepInfo], run_id: str | None) -> list[str]:

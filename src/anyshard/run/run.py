@@ -50,7 +50,7 @@ class Run:
 
         with anyshard.Run("runs/a", keep=anyshard.KeepLast(3), every=anyshard.EverySteps(100)) as run:
             report = run.restore_or_init(app_state)
-            for step in range(0 if report is None else report.step + 1, 10_000):
+            for step in range(0 if report is None else report.next_step, 10_000):
                 train(step)
                 run.end_step(step, app_state)
                 if run.should_stop:
@@ -269,16 +269,12 @@ class Run:
         """
         number = _check_step(step)
         store, custody = self._means.store_of(number), self._means.lead()
-        if custody is None:
-            return open_parts(store, number)
-        return open_parts(
-            store,
-            number,
-            incarnation=custody.incarnation,
-            guards=custody.guards,
-            before_commit=custody.check_lease,
-            tell=lambda published: custody.note_published(number, published.run_id),
-        )
+        settings = self._settings
+        given: dict[str, Any] = {"group": settings.group, "options": settings.options, "sinks": settings.sinks}
+        if custody is not None:
+            given |= {"incarnation": custody.incarnation, "guards": custody.guards, "before_commit": custody.check_lease}
+            given["tell"] = lambda published: custody.note_published(number, published.run_id)
+        return open_parts(store, number, **given)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for all saves of the run (up to `exit_timeout_s`), end what goes on in the background, and give the lease back.

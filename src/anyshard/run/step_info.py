@@ -10,6 +10,7 @@ from datetime import datetime
 
 STEP = re.compile(r"step_(?P<step>0|[1-9][0-9]{0,17})")
 PINS_PREFIX = "pins/"
+BEING_WRITTEN = "its record is being written"  # or was cut: the note of a step that may be the only one there is
 
 _PIN = re.compile(rf"{PINS_PREFIX}{STEP.pattern}\.json")
 
