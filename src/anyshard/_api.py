@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anyshard.monitor.events import Sink
     from anyshard.pending import PendingSave
     from anyshard.planning.layouts import Layout
+    from anyshard.records.manifest import Resumed
     from anyshard.reports import LoadReport, PrepareReport, SaveReport
     from anyshard.storage.protocol import Store
 
@@ -218,14 +219,30 @@ def register_value(name: str, type_: type[T], encode: Callable[[T], object], dec
     _registry().register(name, type_, encode, decode)
 
 
-def save_step(place: Store, app_state: Mapping[str, object], *, run_id: str | None, **given: Any) -> SaveReport:
-    """As `save`, for a step of a run; the `run_id` that counts is that of the coordinator."""
-    return _checkpointer(os.getpid()).save(place, app_state, run_id=run_id, **given)
+def save_step(
+    place: Store,
+    app_state: Mapping[str, object],
+    *,
+    run_id: str | None,
+    after: str = "",
+    resumed: Resumed | None = None,
+    **given: Any,
+) -> SaveReport:
+    """As `save`, for a step of a run, stamped later than `after`; what counts of the three is what the coordinator gives."""
+    return _checkpointer(os.getpid()).save(place, app_state, run_id=run_id, after=after, resumed=resumed, **given)
 
 
-def async_save_step(place: Store, app_state: Mapping[str, object], *, run_id: str | None, **given: Any) -> PendingSave:
-    """As `async_save`, for a step of a run; the `run_id` that counts is that of the coordinator."""
-    return _checkpointer(os.getpid()).async_save(place, app_state, run_id=run_id, **given)
+def async_save_step(
+    place: Store,
+    app_state: Mapping[str, object],
+    *,
+    run_id: str | None,
+    after: str = "",
+    resumed: Resumed | None = None,
+    **given: Any,
+) -> PendingSave:
+    """As `async_save`, for a step of a run, stamped later than `after`; what counts is what the coordinator gives."""
+    return _checkpointer(os.getpid()).async_save(place, app_state, run_id=run_id, after=after, resumed=resumed, **given)
 
 
 def group_of(group: GroupLike, timeout_s: float) -> Group:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from anyshard.coord.torch_dist import GroupLike
     from anyshard.pending import PendingSave
     from anyshard.planning.layouts import Layout
+    from anyshard.records.manifest import Resumed
     from anyshard.saving import SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ class Checkpointer:
         options: SaveOptions | None,
         sinks: Sequence[Sink],
         run_id: str | None = None,
+        after: str = "",
+        resumed: Resumed | None = None,
     ) -> SaveReport:
-        """See `anyshard.save`; `run_id` is that of the coordinator."""
+        """See `anyshard.save`; `run_id`, `after` and `resumed` (see `SaveIntent`) are those of the coordinator."""
         # Saving and loading need torch, opening does not: hence imports where they are used.
         from anyshard.saving import SaveOperation
         from anyshard.snapshot import LiveSnapshot
@@ -88,7 +91,16 @@ class Checkpointer:
             ranks = stack.enter_context(membership.take_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(SaveOptions, options)
-                asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=sinks, run_id=run_id)
+                asked = _Asked(
+                    place=place,
+                    step=step,
+                    overwrite=overwrite,
+                    options=chosen,
+                    sinks=sinks,
+                    run_id=run_id,
+                    after=after,
+                    resumed=resumed,
+                )
                 request = self._request(membership, ranks, asked)
             stack.enter_context(request.operation.events.span("save", file=request.operation.store.url))
             report = SaveOperation(request).run(LiveSnapshot(app_state, request.taking))
@@ -106,8 +118,10 @@ class Checkpointer:
         options: SaveOptions | None,
         sinks: Sequence[Sink],
         run_id: str | None = None,
+        after: str = "",
+        resumed: Resumed | None = None,
     ) -> PendingSave:
-        """See `anyshard.async_save`; `run_id` is that of the coordinator."""
+        """See `anyshard.async_save`; `run_id`, `after` and `resumed` (see `SaveIntent`) are those of the coordinator."""
         from anyshard.progress import Progress
 
         began_s, timeout_s = time.perf_counter(), _timeout_of(options)
@@ -118,7 +132,16 @@ class Checkpointer:
         try:
             progress = Progress(membership.group.rank)
             chosen, all_sinks = _choose(SaveOptions, options), (*sinks, progress)
-            asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=all_sinks, run_id=run_id)
+            asked = _Asked(
+                place=place,
+                step=step,
+                overwrite=overwrite,
+                options=chosen,
+                sinks=all_sinks,
+                run_id=run_id,
+                after=after,
+                resumed=resumed,
+            )
             ranks = membership.group if membership.group.size > 1 else make_lone_group(membership.group.ranks[0])
             request = self._request(membership, ranks, asked, began_s=began_s)
         except Exception as error:
@@ -215,7 +238,15 @@ class Checkpointer:
 
         options = asked.options
         operation = self._make_operation(asked.place, ranks, options=options, sinks=asked.sinks)
-        intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent, asked.run_id)
+        intent = SaveIntent(
+            find_step(operation.store, asked.step),
+            asked.overwrite,
+            options,
+            membership.parent,
+            asked.run_id,
+            asked.after,
+            asked.resumed,
+        )
         registry = self._registry.extended(torch_types())
         longest = operation.store.capabilities.max_blob_nbytes
         max_blob_nbytes = options.max_blob_nbytes if longest is None else min(longest, options.max_blob_nbytes)
@@ -308,6 +339,8 @@ class _Asked:
     options: SaveOptions
     sinks: Sequence[Sink]
     run_id: str | None = None
+    after: str = ""
+    resumed: Resumed | None = None
 
 
 def _show(place: Place) -> str:

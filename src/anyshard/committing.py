@@ -9,7 +9,7 @@ from typing import final
 from anyshard.agreed_plan import GlobalPlan
 from anyshard.commit.publish import Patience, publish
 from anyshard.commit.resolve import read_record
-from anyshard.commit.stamp import utc_now, writer_name
+from anyshard.commit.stamp import stamp_after, utc_now, writer_name
 from anyshard.comparison import Comparison, Held
 from anyshard.coord.agreement import Agreement
 from anyshard.coord.verdict import Decision
@@ -93,6 +93,7 @@ class Commit:
             time.sleep(_POLL_S)
 
     def _make_manifest(self, common: GlobalPlan, blobs: tuple[BlobEntry, ...]) -> Manifest:
+        resumed = self.intent.resumed
         manifest = Manifest(
             generation=self.begun.generation,
             attempt=self.begun.attempt,
@@ -100,7 +101,7 @@ class Commit:
             step=self.intent.step,
             run_id=self.begun.run_id,
             sections=common.sections,
-            time=utc_now(),
+            time=stamp_after(utc_now(), (self.intent.after, "" if resumed is None else resumed.time)),
             writer=writer_name(),
             world_size=self.operation.group.size,
             mesh=dict(self.facts.mesh),
@@ -111,6 +112,7 @@ class Commit:
             parent=self.intent.parent,
             commit="guarded" if self.operation.store.capabilities.guarded else "unguarded",
             user=dict(self.intent.options.user),
+            resumed=resumed,
         )
         decode_manifest(encode_manifest(manifest), file="manifest")  # what a reader would refuse must not be committed
         return manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from anyshard.agreed_plan import GlobalPlan
 from anyshard.errors import InvalidOption, StorageFull
 from anyshard.options import SaveOptions
-from anyshard.records.manifest import Parent
+from anyshard.records.manifest import Parent, Resumed
 from anyshard.records.strict_json import MAX_INT, check_value, encode_object
 from anyshard.storage.protocol import Store
 
@@ -21,13 +21,18 @@ _TRAILING_NUMBER = re.compile(r"(?:^|[_=-])[A-Za-z]*0*([0-9]{1,18})$")
 
 @dataclass(frozen=True, slots=True)
 class SaveIntent:
-    """What the caller asked for, the checkpoint that the job had loaded before, and the run that the step belongs to."""
+    """What the caller asked for, the checkpoint that the job had loaded before, and the run that the step belongs to.
+
+    Of a run: `after` is the time of its newest step that is known, and `resumed` where the job has gone on from.
+    """
 
     step: int | None
     overwrite: bool
     options: SaveOptions
     parent: Parent | None
     run_id: str | None = None
+    after: str = ""
+    resumed: Resumed | None = None
 
     def check_user(self) -> None:
         """Refuse user metadata that a manifest cannot hold."""

@@ -5,7 +5,16 @@ import pytest
 
 from anyshard.errors import CheckpointDamaged, LimitExceeded, UnsupportedFormat, UnsupportedValue
 from anyshard.records.digests import digest_bytes
-from anyshard.records.manifest import BlobEntry, Manifest, PartEntry, StepState, Thinned, decode_manifest, encode_manifest
+from anyshard.records.manifest import (
+    BlobEntry,
+    Manifest,
+    PartEntry,
+    Resumed,
+    StepState,
+    Thinned,
+    decode_manifest,
+    encode_manifest,
+)
 from anyshard.records.names import blob_name
 from tests.records.samples import ATTEMPT, make_manifest
 
@@ -290,10 +299,11 @@ def test_every_field_of_the_record_reaches_the_file():
     """No field of the record is forgotten by the codec."""
     tree = members()
     named = {"num_rows": "limits", "num_slots": "limits"}
-    rare = {"parts", "thinned"}
+    rare = {"parts", "thinned", "resumed"}
     assert rare == {named.get(field.name, field.name) for field in dataclasses.fields(Manifest)} - set(tree)
 
 
+RESUMED = Resumed(200, "2026-01-03T03:04:05.123Z")
 THINNED = Thinned(ATTEMPT, ("optimizer", "extra"), "2026-01-03T03:04:05.123Z")
 
 
@@ -304,9 +314,13 @@ def make_in_parts(**changes):
     )
 
 
-@pytest.mark.parametrize("manifest", [make_manifest(thinned=THINNED), make_in_parts()], ids=["thinned", "parts"])
+@pytest.mark.parametrize(
+    "manifest",
+    [make_manifest(thinned=THINNED), make_manifest(resumed=RESUMED), make_in_parts(), make_in_parts(resumed=RESUMED)],
+    ids=["thinned", "resumed", "parts", "resumed parts"],
+)
 def test_rare_members_come_back_equal(manifest):
-    """A thinned checkpoint and a step in parts are decoded as they were encoded."""
+    """A thinned checkpoint, one of a job that was resumed, and a step in parts are decoded as they were encoded."""
     assert manifest == decode_manifest(encode_manifest(manifest), file=f"manifest-{manifest.generation}.json")
 
 
@@ -338,6 +352,8 @@ RARE_FAULTS = {
     "a thinned tombstone": (dataclasses.replace(make_tombstone(), thinned=THINNED), "thinned"),
     "thinned by no attempt": (make_manifest(thinned=dataclasses.replace(THINNED, attempt="")), "thinned"),
     "thinned at no time": (make_manifest(thinned=dataclasses.replace(THINNED, time="today")), "thinned"),
+    "resumed at no time": (make_manifest(resumed=dataclasses.replace(RESUMED, time="today")), "resumed"),
+    "resumed from no step": (make_manifest(resumed=dataclasses.replace(RESUMED, step=-1)), "resumed"),
     "nothing is gone": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=())), "dropped"),
     "gone twice": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=("a", "a"))), "dropped"),
     "gone and there": (make_manifest(thinned=dataclasses.replace(THINNED, dropped=("model",))), "dropped"),
@@ -347,7 +363,7 @@ RARE_FAULTS = {
 
 @pytest.mark.parametrize("case", RARE_FAULTS)
 def test_rules_of_rare_members(case):
-    """What breaks a rule of parts or of thinning is never written."""
+    """What breaks a rule of parts, of thinning or of resuming is never written."""
     manifest, reason = RARE_FAULTS[case]
     with pytest.raises(LimitExceeded, match=reason):
         encode_manifest(manifest)
@@ -363,6 +379,9 @@ def test_rules_of_rare_members(case):
         (make_manifest(thinned=THINNED), "thinned", None),
         (make_manifest(thinned=THINNED), "thinned", {"attempt": ATTEMPT, "dropped": ["x", 1], "time": THINNED.time}),
         (make_manifest(thinned=THINNED), "thinned", {"attempt": ATTEMPT, "dropped": ["x"]}),
+        (make_manifest(resumed=RESUMED), "resumed", None),
+        (make_manifest(resumed=RESUMED), "resumed", {"step": True, "time": RESUMED.time}),
+        (make_manifest(resumed=RESUMED), "resumed", {"step": 200}),
     ],
 )
 def test_rare_members_of_another_form_are_damage(manifest, name, value):

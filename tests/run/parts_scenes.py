@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from anyshard.commit.attempt import abandoning, begin
 from anyshard.commit.part_saving import PartSaving
@@ -22,13 +23,18 @@ FRESH = Incarnation()
 
 
 def save_part(
-    store: Store, role: str, *, run_id: str | None = None, incarnation: Incarnation = FRESH, overwrite: bool = False
+    store: Store,
+    role: str,
+    *,
+    incarnation: Incarnation = FRESH,
+    overwrite: bool = False,
+    **facts: Any,
 ) -> Manifest:
-    """Save a part in the order of a save; its record."""
+    """Save a part in the order of a save; its record, which says these facts."""
     own = PartSaving(store, role, step=STEP, incarnation=incarnation)
     attempt = begin(own, sections=("model",), overwrite=overwrite)
     with abandoning(own, attempt):
-        manifest = replace(make_part_manifest(attempt.generation, attempt.id), run_id=run_id)
+        manifest = replace(make_part_manifest(attempt.generation, attempt.id), **facts)
         for _ in write_files(own, manifest):
             pass
         publish(own, manifest)
@@ -37,7 +43,7 @@ def save_part(
 
 def save_all(store: Store, *, run_id: str | None = None, incarnation: Incarnation = FRESH, overwrite: bool = False) -> list[str]:
     """Save all parts; their attempts."""
-    given = {"run_id": run_id, "overwrite": overwrite}
+    given: dict[str, Any] = {"run_id": run_id, "overwrite": overwrite}
     return [save_part(store, role, incarnation=incarnation, **given).attempt for role in ROLES]
 
 

@@ -5,6 +5,7 @@ Run as `-m tests.run.preemption_scripts CASE PLACE` by torchrun; the launcher of
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -114,8 +115,8 @@ class Notice:
 
 
 def die_before_the_others_are_told(place: str) -> None:
-    """One rank is killed in the midst of a step, while the others wait for it in a collective."""
-    if dist.get_rank() == 3:
+    """The last rank is killed in the midst of a step, while the others wait for it in a collective."""
+    if dist.get_rank() == dist.get_world_size() - 1:
         threading.Thread(target=_die_at, args=(place,), daemon=True).start()
     train(place, "die")
 
@@ -193,7 +194,7 @@ def have_children() -> dict[str, object]:
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         watch.count_call()
-        return {"answer": answer, "terminated": child.exitcode, "fork": status, "is_signalled": watch.is_signalled}
+        return {"answer": answer, "terminated": child.exitcode, "fork": status, "is_told": watch.deadline_left_s < math.inf}
 
 
 def _open_watch() -> PreemptionWatch:

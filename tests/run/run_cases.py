@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import anyshard
+from anyshard.errors import StorageError
 from anyshard.run.run import Run
 from anyshard.run.when import SavePolicy
 from anyshard.storage.local import LocalStore
-from anyshard.storage.wrappers import FaultStore, Rule, Verb, do_before
+from anyshard.storage.wrappers import FaultStore, Rule, Verb, do_before, fail
 from anyshard.testing.fill import Fill, fill, full_bytes
 from anyshard.testing.layouts import make_mesh
 
@@ -194,6 +195,32 @@ def save_and_roll_back(place: str) -> list[Any]:
         again = run.load(state)
     whole = full_bytes(state["model"]) == {name: tensor.numpy().tobytes() for name, tensor in make_tensors("new").items()}
     return [report.step, again.step, list(warnings), whole, [(one.step, one.is_stale) for one in open_run(place).steps()]]
+
+
+def load_what_one_rank_cannot_see(place: str, role: str) -> tuple[int, bool]:
+    """Load a role while one rank gets no answer on what the step is: of which step, and whether all bytes are right."""
+    with open_run(place) as run:
+        part = run.begin(2)
+        attempt = part.save(role, make_state("2")).attempt
+        if dist.get_rank() == 0:
+            part.commit({role: attempt})
+    _meet()
+    rules = [Rule(Verb.LIST, "step_2/", fail(StorageError("no answer", file="step_2/")))] if dist.get_rank() == 1 else []
+    state = make_state("blank")
+    with open_run(FaultStore(LocalStore(place), rules)) as run:
+        step = run.load(state, role=role).step
+    return step, full_bytes(state["model"]) == {name: tensor.numpy().tobytes() for name, tensor in make_tensors("2").items()}
+
+
+def save_a_part_alone(place: str) -> str | None:
+    """Rank 0 saves a part by itself, in a run of its own group; the note that it is stored with. The others do nothing."""
+    if dist.get_rank() != 0:
+        return None
+    options = anyshard.SaveOptions(timeout_s=30.0, threads=2, user={"note": "x"})
+    with Run(place, group=[0], options=options) as run:
+        run.begin(1).save("actor", {"model": make_tensors("1")})
+    with anyshard.open(f"{place}/step_1/parts/actor") as checkpoint:
+        return str(checkpoint.manifest.user["note"])
 
 
 def be_refused(place: str) -> list[str]:

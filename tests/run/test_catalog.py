@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anyshard.commit.thinning import thin_step
 from anyshard.errors import StorageDenied, StorageError, StorageUnavailable, UnsupportedFormat
-from anyshard.records.manifest import PartEntry, encode_manifest
+from anyshard.records.manifest import PartEntry, Resumed, encode_manifest
 from anyshard.records.names import manifest_name
 from anyshard.run.catalog import Catalog
 from anyshard.run.step_info import (
@@ -196,7 +199,7 @@ def test_something_odd_under_the_name_of_a_record_is_damage_of_that_step(tmp_pat
     assert "manifest-2.json" in found[1].note
 
 
-@pytest.mark.parametrize("kind", [StorageUnavailable, StorageDenied])
+@pytest.mark.parametrize("kind", [StorageUnavailable, StorageDenied, StorageError])
 def test_a_store_that_does_not_answer_is_an_error(kind: type[StorageError]) -> None:
     """What cannot be read now is not taken for absent or damaged."""
     store = MemoryStore()
@@ -204,6 +207,23 @@ def test_a_store_that_does_not_answer_is_an_error(kind: type[StorageError]) -> N
     broken = FaultStore(store, [Rule(Verb.READ, "step_2/*", fail(kind("down", file="x")))])
     with pytest.raises(kind, match="down"):
         Catalog(broken).look()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EIO])
+def test_an_error_of_the_system_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """A record that cannot be read once may be good, so that nobody may go back behind its step and save over it."""
+    write_run(LocalStore(tmp_path), [1, 2])
+    read = os.open
+
+    def fail_at_the_record(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        where = "" if dir_fd is None else os.readlink(f"/proc/self/fd/{dir_fd}")
+        if f"{where}/{path}".endswith("step_2/manifest-1.json"):
+            raise OSError(number, os.strerror(number))
+        return read(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", fail_at_the_record)
+    with pytest.raises(StorageError, match="could not read .*step_2/manifest-1.json"):
+        Catalog(LocalStore(tmp_path)).look()
 
 
 def test_b139_a_step_of_a_later_release_is_refused() -> None:
@@ -386,6 +406,24 @@ def test_steps_of_one_second_and_unfinished_ones_make_nothing_stale() -> None:
         make_info(0, condition=Condition.PENDING, time=""),
     ]
     assert [False] * 4 == [one.is_stale for one in mark_stale(steps)]
+
+
+BACK = Resumed(20, stamp(START_S + 60))
+
+
+@pytest.mark.parametrize("condition", [Condition.COMMITTED, Condition.INCOMPLETE])
+def test_a_return_leaves_steps_behind_whatever_is_saved_next(condition: Condition) -> None:
+    """After a return to 20 and a save of 70 the old 30 and 60 are stale, also if 70 has lost files; other runs do not matter."""
+    saved = make_info(70, condition=condition, resumed=BACK)
+    steps = mark_stale([*map(make_info, (10, 20, 30, 60)), make_info(50, run_id=OTHER), saved])
+    assert [30, 60] == [one.step for one in steps if one.is_stale]
+    assert [] == [one.step for one in mark_stale([make_info(30), replace(saved, run_id=OTHER)]) if one.is_stale]
+
+
+def test_a_return_leaves_nothing_behind_that_was_saved_since() -> None:
+    """Neither what was saved after it, in whichever order, nor the steps up to the one that was gone back to."""
+    later = [make_info(step, time=stamp(START_S + 61 + step), resumed=BACK) for step in (21, 30, 40)]
+    assert [False] * 5 == [one.is_stale for one in mark_stale([make_info(10), make_info(20), *later])]
 
 
 def test_the_latest_is_good_and_of_the_run() -> None:

@@ -25,11 +25,16 @@ LONG_S = 60.0
 class Save:
     """A pending save that ends when it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_committed: bool = True) -> None:
+        self.is_committed = is_committed
         self.over = threading.Event()
+        self.was_waited_for = threading.Semaphore(0)  # in vain
 
     def wait_ended(self, timeout_s: float | None = None) -> bool:
-        return self.over.wait(timeout_s)
+        is_over = self.over.wait(timeout_s)
+        if not is_over:
+            self.was_waited_for.release()
+        return is_over
 
 
 class Passes:
@@ -83,6 +88,8 @@ def test_a_pass_waits_for_its_save_and_not_for_later_ones() -> None:
     keeper = Keeper(passes)
     keeper.request(first)
     keeper.request(second)
+    assert first.was_waited_for.acquire(timeout=LONG_S)
+    assert first.was_waited_for.acquire(timeout=LONG_S)
     assert 0 == passes.num
     first.over.set()
     assert passes.began.acquire(timeout=LONG_S)
@@ -101,6 +108,21 @@ def test_saves_that_are_over_share_a_pass() -> None:
     first.over.set()
     passes.may_end.release(2)
     assert (True, 1) == (keeper.close(LONG_S), passes.num)
+
+
+def test_a_save_that_has_failed_asks_for_no_pass() -> None:
+    """Nothing has taken the place of what is there; one that is committed asks as ever."""
+    passes, failed, good = Passes(), Save(is_committed=False), Save()
+    keeper = Keeper(passes)
+    keeper.request(failed)
+    failed.over.set()
+    assert (True, 0) == (keeper.close(LONG_S), passes.num)
+    again = Keeper(passes)
+    again.request(failed)
+    again.request(good)
+    good.over.set()
+    passes.may_end.release(2)
+    assert (True, 1) == (again.close(LONG_S), passes.num)
 
 
 def test_failures_are_logged_and_the_keeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:

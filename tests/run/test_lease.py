@@ -108,18 +108,37 @@ def test_a_holder_that_releases_meanwhile_leaves_it_free() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        replace(OTHER, job="job-1", pid=1),
         replace(OTHER, place=make_own().place, pid=end_of_process()),
         replace(OTHER, ttl_s=1e-9),
     ],
-    ids=["earlier start of this job", "dead on this host", "long ago"],
+    ids=["dead on this host", "long ago"],
 )
 def test_a_lease_of_the_dead_is_taken_at_once(other: LeaseRecord) -> None:
     """A restart waits for nobody who is known to be gone."""
     store, clock = MemoryStore(), Clock()
     write(store, other)
-    with held(store, make_own() if not other.job else replace(make_own(), job="job-1"), pause=clock):
+    with held(store, pause=clock):
         assert 0.0 == clock.paused_s
+
+
+def test_an_earlier_start_of_the_job_on_another_host_is_waited_for_less_long() -> None:
+    """It is probably dead, and one that lives shows that within a third of its time."""
+    store, clock = MemoryStore(), Clock()
+    write(store, replace(OTHER, job="job-1"))
+    with held(store, replace(make_own(), job="job-1"), pause=clock):
+        assert TTL_S / 3 < clock.paused_s < 0.6 * TTL_S
+
+
+def test_a_living_writer_of_a_job_with_the_same_name_keeps_the_lease() -> None:
+    """Names of jobs are easily used twice: the second writer is refused, and the first never hears of it."""
+    store = MemoryStore()
+    with held(store, replace(make_own(), job="job-1", place="elsewhere")) as first:
+        with (
+            pytest.raises(RunInUse, match="of job job-1"),
+            held(store, replace(make_own(), job="job-1"), pause=Clock(first.refresh)),
+        ):
+            pass
+        first.check()
 
 
 def test_a_living_process_of_this_host_is_waited_for() -> None:
@@ -225,6 +244,20 @@ def test_a_lost_lease_is_told_and_left_alone() -> None:
             lease.check()
         lease.refresh()
     assert OTHER == read(store)
+
+
+def test_a_refresh_that_comes_late_takes_nothing_back() -> None:
+    """A writer that was paused between its look and its write hears that it has lost, and the new holder goes on."""
+    store = MemoryStore()
+    late = FaultStore(store, [Rule(Verb.PUT, KEY, do_before(lambda: second.take("run")))])
+    second = Lease(store, make_own(), pause=Clock())
+    with held(late, make_own(place="elsewhere")) as first:
+        first.refresh()
+        second.check()
+        with pytest.raises(RunInUse):
+            first.check()
+        second.check()
+    second.release()
 
 
 def test_storage_that_does_not_answer_takes_no_lease_away() -> None:

@@ -21,7 +21,8 @@ from anyshard.run.parts import SplitStep, open_parts
 from anyshard.run.step_info import Condition
 from anyshard.storage.memory import MemoryStore
 from anyshard.testing.launch import Launcher
-from tests.run import parts_scripts
+from anyshard.testing.world import Worlds
+from tests.run import parts_scripts, run_cases
 from tests.run.parts_scenes import ROLES
 from tests.run.parts_scripts import Storage, is_part, make_run
 from tests.servers import S3Server
@@ -49,6 +50,7 @@ def load_part(run: Any, role: str, *, step: int | None = None) -> tuple[int, boo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("make_place", ["directory", pytest.param("S3", marks=pytest.mark.long)], indirect=True)
 def test_one_of_two_worlds_dies_before_its_part(launch: Launcher, make_place: MakePlace) -> None:
     """The step is not published, the other part loads by name, the step before loads; the restart completes it."""
     place, storage = make_place()
@@ -91,20 +93,10 @@ def test_a_driver_is_killed_at_each_call(make_place: MakePlace) -> None:
         assert (seen["before"] in ([[], []], [attempts, attempts]), True, attempts) == (True, seen["same"], seen["after"]), case
 
 
-def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples/roles.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-
-
 @pytest.mark.slow
-def test_the_example_goes_on_after_a_death(tmp_path: Path) -> None:
-    """A step whose critic has died is not published; started again it goes on from the one before, to the end."""
-    ended = run_example(str(tmp_path), "--critic-dies-at", "20")
-    assert (1, True) == (ended.returncode, "step 20 is not published: critic died" in ended.stdout), ended
-    ended = run_example(str(tmp_path))
-    assert (0, True) == (ended.returncode, ended.stdout.startswith("going on from step 10\n")), ended
-    steps = anyshard.Run(tmp_path).steps()
-    assert [(10, ROLES), (20, ROLES), (30, ROLES)] == [(one.step, one.parts) for one in steps if one.is_good]
+def test_a_part_is_saved_with_the_settings_of_its_run(worlds: Worlds, tmp_path: Path) -> None:
+    """By the group of the run, here one rank of two, and with its options."""
+    assert ["x", None] == worlds(2).run(run_cases.save_a_part_alone, str(tmp_path / "run"), timeout_s=60)
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

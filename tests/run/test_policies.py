@@ -25,7 +25,7 @@ from anyshard.run.policies import (
     WeightsOnly,
 )
 from anyshard.run.step_info import StepInfo
-from tests.run.made_steps import START_S, make_info
+from tests.run.made_steps import START_S, make_info, stamp
 
 NOW_S = START_S + 1000.0
 
@@ -99,6 +99,12 @@ def test_the_best_are_found_by_a_metric(policy: KeepPolicy, expected: Choice) ->
 def test_what_is_printed_makes_the_same_policy(policy: KeepPolicy) -> None:
     """`repr` is the expression that made it."""
     assert policy == eval(repr(policy), globals())
+
+
+def test_age_is_told_by_the_clock_of_the_store() -> None:
+    """A host whose clock is hours late has saved just now."""
+    late = make_info(7, time=stamp(START_S - 7200), written_s=START_S + 990.0)
+    assert {7: None} == KeepFor(60).choose([late], NOW_S)
 
 
 @pytest.mark.parametrize(

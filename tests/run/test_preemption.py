@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import math
 import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +18,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import anyshard
+from anyshard import _api
 from anyshard.coord.group import Channel, make_lone_group
 from anyshard.coord.members import Members
 from anyshard.coord.memory import MemoryKeyValueStore
 from anyshard.coord.summons import Call, Kind
 from anyshard.errors import InvalidOption, KeyValueStoreLost, RankMissing
 from anyshard.run import preemption as preemption_room
+from anyshard.run.in_flight import InFlight
 from anyshard.run.preemption import Preemption, PreemptionWatch
+from anyshard.storage.memory import MemoryStore
+from anyshard.storage.protocol import Store
+from anyshard.storage.wrappers import FaultStore, Rule, Verb, do_before
 from anyshard.testing.launch import Launch, Launcher
 from anyshard.testing.processes import start_python
 from tests.coord.thread_ranks import run_ranks
@@ -98,13 +107,12 @@ def test_options_that_cannot_be(wrong: dict[str, Any]) -> None:
 def test_a_signal() -> None:
     """The next call is the one to stop at, the deadline runs, and a second signal changes nothing."""
     with open_alone(HERE) as watch:
-        assert (False, float("inf")) == (watch.is_signalled, watch.deadline_left_s)
+        assert math.inf == watch.deadline_left_s
         watch.count_call()
         signal_here()
         signal_here()
         call = count_until_stop(watch)
         assert "SIGUSR2 on rank 0" == call.reason
-        assert watch.is_signalled
         assert 0 < watch.deadline_left_s <= HERE.deadline_s
         signal_here()
         assert frozenset() == watch.count_call().kinds
@@ -233,7 +241,6 @@ def test_a_notice(caplog: pytest.LogCaptureFixture) -> None:
 
     with open_alone(Preemption(signals=(), notice=notice, poll_s=0.01)) as watch:
         assert "notice on rank 0" == count_until_stop(watch).reason
-        assert watch.is_signalled
     assert "notice has failed" in caplog.text
 
 
@@ -243,6 +250,85 @@ def test_without_preemption() -> None:
         assert signal.SIG_DFL == signal.getsignal(NUMBER)
         watch.summon(Kind.SAVE, "10 min over")
         await_true(lambda: Kind.SAVE in watch.count_call().kinds)
+
+
+# ---------------------------------------------------------------------------------------------------- a run of one process
+
+
+def open_run(store: Store, state: dict[str, Any]) -> anyshard.Run:
+    """A run that hears signals."""
+    run = anyshard.Run(store, preemption=HERE)
+    run.restore_or_init(state)
+    return run
+
+
+def make_state() -> dict[str, Any]:
+    return {"model": {"w": torch.zeros(3)}}
+
+
+def test_a_run_that_was_dropped() -> None:
+    """Signals do at once what they did before, and its threads and descriptors are gone."""
+    run = open_run(MemoryStore(), make_state())
+    watch = run._pace._watch
+    assert watch is not None
+    (thread,), reading = watch._threads, watch._tap._reading
+    del run, watch
+    gc.collect()
+    assert signal.SIG_DFL == signal.getsignal(NUMBER)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(reading)
+
+
+def does_handle(number: int) -> bool:
+    """Whether this process does anything but the default at a signal, whatever the interpreter knows of that."""
+    (caught,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt:")]
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_run_that_was_dropped_by_another_thread() -> None:
+    """As before: there the interpreter lets nobody set handlers, so the process itself is told."""
+    watch = open_alone(HERE)
+    assert does_handle(NUMBER)
+    run_ranks([watch.abandon])
+    assert not does_handle(NUMBER)
+    watch._threads[0].join(WAIT_S)
+    watch.close()  # as the end of the process does
+
+
+def test_an_error_of_the_training_ends_the_watch_first() -> None:
+    """Before saves are waited for: this rank must agree on no call that it never comes to, and signals end it by then."""
+
+    def await_end() -> None:
+        await_true(lambda: signal.getsignal(NUMBER) is signal.SIG_DFL)
+
+    store = MemoryStore()
+    slow = FaultStore(store, [Rule(Verb.CREATE, "step_1/manifest-*", do_before(await_end))])
+    with pytest.raises(ZeroDivisionError), open_run(slow, make_state()) as run:
+        run.async_save(1, make_state())
+        raise ZeroDivisionError
+    assert [1] == [one.step for one in anyshard.Run(store).steps()]
+
+
+def test_saves_that_are_stuck_leave_time_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are waited for during half of what is left, and by the last save itself for no longer than it can bear."""
+    waited: list[float] = []
+
+    def settle(_saves: InFlight, timeout_s: float) -> bool:
+        waited.append(timeout_s)
+        return False
+
+    def save(*_: object, options: anyshard.SaveOptions, **__: object) -> None:
+        waited.append(options.timeout_s)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(InFlight, "settle", settle)
+    monkeypatch.setattr(_api, "save_step", save)
+    preemption = Preemption(signals=(), notice=lambda: True, deadline_s=60.0, poll_s=0.01)
+    with pytest.raises(ZeroDivisionError), anyshard.Run(MemoryStore(), preemption=preemption) as run:
+        await_true(lambda: run.end_step(1, make_state()))
+    assert [True, True] == [0 < found <= most for found, most in zip(waited, (30.0, 15.0), strict=True)]
 
 
 # ----------------------------------------------------------------------------------------------- several ranks, as threads
@@ -267,7 +353,7 @@ def test_a_notice_on_one_of_four_ranks() -> None:
     """All stop at the same call."""
     store, together, is_time = MemoryKeyValueStore(), threading.Barrier(NUM_RANKS, timeout=WAIT_S), threading.Event()
 
-    def run(rank: int) -> tuple[Call, bool]:
+    def run(rank: int) -> Call:
         notice = is_time.is_set if rank == 2 else None
         with PreemptionWatch(Preemption(signals=(), notice=notice, poll_s=0.01)) as watch:
             watch.open(channel(rank, store))
@@ -276,10 +362,11 @@ def test_a_notice_on_one_of_four_ranks() -> None:
                 if call.number == 5 + rank:
                     is_time.set()
             together.wait()
-            return call, watch.is_signalled
+            return call
 
     results = run_ranks([lambda rank=rank: run(rank) for rank in range(NUM_RANKS)])
-    assert [(results[0][0], rank == 2) for rank in range(NUM_RANKS)] == results
+    assert [results[0]] * NUM_RANKS == results
+    assert "notice on rank 2" == results[0].reason
 
 
 @pytest.fixture
@@ -415,7 +502,7 @@ def test_children_of_a_rank(launch: Launcher) -> None:
     with launch(scripts.have_children, size=1) as ranks:
         (ended,) = ranks.wait(timeout_s=WAIT_S)
     died = -int(signal.SIGTERM)
-    assert {"answer": "alive", "terminated": died, "fork": died, "is_signalled": False} == (ended.value or ended.error)
+    assert {"answer": "alive", "terminated": died, "fork": died, "is_told": False} == (ended.value or ended.error)
 
 
 # --------------------------------------------------------------------------------------------------------------- torchrun
@@ -471,12 +558,11 @@ def test_preemption_under_torchrun(launch: Launcher, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_under_torchrun(tmp_path: Path) -> None:
-    """torchrun tells the others by SIGTERM: they make no last save and are gone soon, whatever they are in."""
-    with torchrun("die", tmp_path, NUM_RANKS) as (_, pids):
+    """torchrun tells the others by SIGTERM: they make no last save and end at once by it, whatever they are in."""
+    with torchrun("die", tmp_path, 3) as (_, pids):
         (tmp_path / "die").touch()
-        began_s = time.monotonic()
         await_true(lambda: not any(map(is_alive, pids)))
-        assert time.monotonic() - began_s < 15  # 4 s on a machine at rest
+    assert "ends at once by its signal: no last save" in read_log(tmp_path)
     assert set(list_steps(tmp_path)) <= {4}  # whose asynchronous save may have been under way
 
 
@@ -489,3 +575,20 @@ def test_data_workers_that_were_spawned(tmp_path: Path) -> None:
         ended = [(tmp_path / f"ended.{rank}").read_text() for rank in range(2)]
     assert ended[0] == ended[1]
     assert f"{{'step': {list_steps(tmp_path)[-1]}, 'stopped': True}}" == ended[0]
+
+
+TOO_LATE = """
+import os, signal, sys, torch, anyshard
+with anyshard.Run(sys.argv[1], preemption=anyshard.Preemption(deadline_s=30)) as run:
+    run.end_step(1, {"x": torch.ones(1)})
+    run.save(1, {"x": torch.ones(1)})
+    os.kill(os.getpid(), signal.SIGTERM)
+print("swallowed")
+"""
+
+
+def test_a_signal_after_the_last_step_is_not_swallowed(tmp_path: Path) -> None:
+    """Where no call is left that could answer it, a signal ends the process once the run is closed, and the saves stand."""
+    job = subprocess.run([sys.executable, "-c", TOO_LATE, tmp_path], check=False, capture_output=True, text=True, timeout=60)
+    assert (-signal.SIGTERM, "") == (job.returncode, job.stdout), job.stderr
+    assert [1] == [one.step for one in anyshard.Run(tmp_path).steps()]

@@ -24,7 +24,7 @@ from anyshard.errors import (
     StorageError,
     StorageUnguarded,
 )
-from anyshard.records.manifest import PartEntry, encode_manifest
+from anyshard.records.manifest import PartEntry, Resumed, encode_manifest
 from anyshard.storage.memory import MemoryStore
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers import Action, FaultStore, Rule, Verb
@@ -284,6 +284,28 @@ def test_a_job_that_went_back_replaces_the_step() -> None:
     assert not [key for key in store.snapshot() if any(attempt in key for attempt in old)]
 
 
+def test_the_time_of_a_step_is_later_than_all_that_its_driver_knows() -> None:
+    """Hosts that save parts may have clocks that are late, and where their jobs have gone on from makes later steps stale."""
+    store = make_store()
+    saved = save_all(store)
+    ahead = Incarnation(after="2100-01-02T03:04:05.678Z")
+    manifest = publish_parts(store, ask(*ROLES, incarnation=ahead)).manifest
+    assert "2100-01-02T03:04:05.679Z" == manifest.time
+    assert (None, saved) == (manifest.resumed, seen_attempts(store))
+
+
+@pytest.mark.parametrize("since", ["", "2026-01-02T03:04:06.000Z"])
+def test_a_step_says_where_its_driver_or_else_its_worlds_have_gone_on_from(since: str) -> None:
+    """By the driver if it has loaded a step, else by the lowest one that a part was resumed from."""
+    store = make_store()
+    save_part(store, "actor", resumed=Resumed(70, "2026-01-02T03:04:05.500Z"))
+    save_part(store, "critic", resumed=Resumed(80, "2026-01-02T03:04:05.600Z"))
+    driver = Incarnation(resumed=90 if since else None, since=since)
+    manifest = publish_parts(store, ask(*ROLES, incarnation=driver)).manifest
+    expected = Resumed(90, since) if since else Resumed(70, "2026-01-02T03:04:05.500Z")
+    assert (expected, True) == (manifest.resumed, manifest.time > expected.time)
+
+
 def test_a_job_replaces_only_what_lies_behind_it() -> None:
     """A step from before the one that it resumed from, or published since, is not replaced."""
     clock = Clock()
@@ -309,7 +331,7 @@ def test_a_store_without_guard_holds_steps_in_parts() -> None:
     """They are published there, and not replaced."""
     clock = Clock()
     store = UnguardedStore(make_store(clock))
-    save_all(store)
+    save_all(store, run_id="r")
     assert ("unguarded", True) == ((outcome := publish_both(store)).manifest.commit, outcome.is_new)
     clock.sleep(100)
     with pytest.raises(StorageUnguarded, match="not safe"):
@@ -320,12 +342,12 @@ def test_a_store_without_guard_does_not_replace_a_published_step() -> None:
     """Not even where somebody has deleted its parts, and saved new ones."""
     clock = Clock()
     store = UnguardedStore(make_store(clock))
-    save_all(store)
+    save_all(store, run_id="r")
     publish_both(store)
     clock.sleep(100)
     for role in ROLES:
         delete_step(part_store(store, role))
-    save_all(store, incarnation=RESUMED)
+    save_all(store, run_id="r", incarnation=RESUMED)
     with pytest.raises(StorageUnguarded, match="Nothing was published"):
         publish_parts(store, ask(*ROLES, incarnation=replace(RESUMED, run_id=None)))
 

@@ -26,6 +26,7 @@ from anyshard.errors import (
 from anyshard.reports import LoadReport
 from anyshard.run.resume import Candidate, Candidates, decode_candidates, is_damage, list_candidates, load_newest
 from anyshard.run.step_info import Condition
+from anyshard.run.when import EverySteps
 from anyshard.testing.world import Worlds
 from tests.run import run_cases
 from tests.run.made_steps import OTHER, RUN, make_info
@@ -269,6 +270,27 @@ def test_a_load_without_strictness_does_not_leave_half_a_step(place: Path) -> No
     with open_run(place) as run, pytest.raises(StateMismatch, match="more: missing") as caught:
         run.load(state, options=loose)
     assert "undefined now" in "; ".join(caught.value.__notes__)
+
+
+def test_after_a_rollback_the_same_step_is_saved_again(place: Path) -> None:
+    """Though it was the last one that this run has saved: what was loaded meanwhile is another past."""
+    with open_run(place, every=EverySteps(1)) as run:
+        run.restore_or_init(make_state("blank"))
+        saved = [run.end_step(3, make_state("3")), run.end_step(3, make_state("3"))]
+        (saved[0] or pytest.fail("step 3 is due")).result(30)
+        run.load(make_state("blank"), step=2)
+        saved.append(run.end_step(3, make_state("new")))
+    assert [True, False, True] == [pending is not None for pending in saved]
+    state = make_state("blank")
+    open_run(place).load(state, step=3)
+    assert "new" == state["seed"]
+
+
+@pytest.mark.slow
+def test_two_ranks_load_what_the_coordinator_sees(worlds: Worlds, tmp_path: Path) -> None:
+    """It alone looks for the part of a role; a rank that would not get an answer to that need not ask."""
+    ranks = worlds(2).run(run_cases.load_what_one_rank_cannot_see, str(tmp_path / "run"), "actor", timeout_s=120)
+    assert [[2, True]] * 2 == [list(one) for one in ranks]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from anyshard.commit.cleaning import DAY_S, TOMBSTONE_S
 from anyshard.errors import StorageDenied, StorageUnavailable
+from anyshard.records.manifest import Resumed
 from anyshard.run.busy import BusySteps
 from anyshard.run.catalog import Catalog
 from anyshard.run.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, Protect, WeightsOnly
@@ -329,17 +330,11 @@ def test_a_step_that_somebody_saved_over_meanwhile_stays() -> None:
     assert "step 2 was left alone: it has changed since this pass began" in report.warnings[0]
 
 
-def test_nothing_goes_if_the_newest_step_is_not_what_it_was() -> None:
-    """Before anything is deleted the newest good step is looked at once more, also by a catalog that has seen it."""
-    store = MemoryStore()
-    write_run(store, [1, 2, 3])
-    catalog = Catalog(store)
-    catalog.look()
-    delete(store, 3)
-    report = prune(catalog, KeepLast(1), run_id=RUN)
-    assert ((), [1, 2]) == (report.deleted, committed(store))
-    assert "nothing was deleted: expected step 3, the newest good one, to be whole, found deleted" == report.warnings[0]
-    assert ((1,), [2]) == (prune(catalog, KeepLast(1), run_id=RUN).deleted, committed(store))
+def test_what_a_job_that_went_back_has_left_behind_goes() -> None:
+    """Though it has saved no lower number since; steps that came after it had gone back are its own."""
+    back = Resumed(20, stamp(START_S + 500))
+    own = [make_info(step, resumed=back, time=stamp(START_S + 500 + step), written_s=START_S + 900.0) for step in (50, 60)]
+    assert ([20, 50, 60], {}, [10, 30, 40]) == plan(KeepLast(3), *infos(10, 20, 30, 40), *own)
 
 
 def test_a_busy_step_is_left_alone() -> None:
@@ -494,7 +489,7 @@ def test_a_store_that_does_not_answer_ends_the_pass() -> None:
     """Nothing more is asked of it; the next pass goes on."""
     store = MemoryStore()
     write_run(store, [1, 2, 3, 4])
-    broken = FaultStore(store, [Rule(Verb.LIST, "step_1/", fail(StorageUnavailable("down", file="x")), nth=2)])
+    broken = FaultStore(store, [Rule(Verb.LIST, "step_1/", fail(StorageUnavailable("down", file="x")), nth=3)])
     report = run_pass(broken, KeepLast(1))
     assert ((), ("could not delete step 1: down; the pass ends here",)) == (report.deleted, report.warnings)
     assert (1, 2, 3) == run_pass(store, KeepLast(1)).deleted
@@ -569,7 +564,7 @@ def test_a_pass_may_die_at_every_call(*, after: bool) -> None:
 
 
 def test_a_pass_over_a_thousand_steps_asks_for_little(tmp_path: Path) -> None:
-    """With nothing to do a second pass lists the run; with one step to delete it looks at that one and at the newest."""
+    """With nothing to do a second pass lists the run; with one step to delete it lists all that are to stay once more."""
     inner = make_long_run(tmp_path, 1000)
     store = CountingStore(inner)
     catalog = Catalog(store)
@@ -580,7 +575,9 @@ def test_a_pass_over_a_thousand_steps_asks_for_little(tmp_path: Path) -> None:
     write_step(inner, 1000)
     before = store.count(Verb.LIST).calls
     assert (0,) == prune(catalog, KeepLast(1000), run_id=RUN).deleted
-    assert 1 + 3 * 3 + 2 + 6 == store.count(Verb.LIST).calls - before  # the run, three steps, pins twice, the deletion
+    lists = store.count(Verb.LIST).calls - before
+    assert 1 + 3 + 1 + 1001 + 3 * 2 + 2 + 6 == lists  # the run, the new step, both again, two steps, pins twice, the deletion
+    assert 2 * 1000 + 20 > store.count(Verb.READ).calls
 
 
 def test_b136_the_best_and_the_last_stay() -> None:

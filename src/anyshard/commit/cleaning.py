@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from anyshard.commit.deletion import Generations, deletable, empty_directories, read_generations
-from anyshard.commit.guard import UNGUARDED
+from anyshard.commit.guard import UNGUARDED, as_it_is
 from anyshard.commit.listing import PARTS_PREFIX, Owner, StepListing
 from anyshard.commit.parts import Part, find_parts, is_same_part, part_prefix, part_store
 from anyshard.commit.publish import create_record
@@ -24,10 +24,6 @@ TOMBSTONE_S = 7 * DAY_S
 
 def _is_unknown(_: Owner) -> bool:
     return False
-
-
-def _as_it_is(store: Store) -> Store:
-    return store
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +75,7 @@ def clean_step(
     store: Store,
     rules: CleanRules,
     *,
-    settle: Callable[[Store], Store] = _as_it_is,
+    settle: Callable[[Store], Store] = as_it_is,
     events: Emitter = SILENT,
 ) -> Cleaned:
     """Remove what the rules let go from a step and its parts; what a checkpoint or a running save needs is never removed.

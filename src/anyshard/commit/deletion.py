@@ -7,7 +7,7 @@ exists, if the newest manifest does not name it, and if the grace for readers ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -116,12 +116,21 @@ def remove_superseded(store: Store, grace_s: float, *, events: Emitter = SILENT)
     return keys
 
 
-def remove_licensed(store: Store, *, grace_s: float, event: str, events: Emitter = SILENT) -> tuple[str, ...]:
+def _is_any(_: Manifest) -> bool:
+    return True
+
+
+def remove_licensed(
+    store: Store, *, grace_s: float, event: str, may_go: Callable[[Manifest], bool] = _is_any, events: Emitter = SILENT
+) -> tuple[str, ...]:
     """Delete all that the rule lets go after this grace, and directories that are empty then; return the keys of the files.
 
-    Without any grace the store's clock does not matter.
+    Nothing goes if `may_go` says no to the newest record. Without any grace the store's clock does not matter.
     """
     listing, generations = read_generations(store)
+    newest = generations.manifests.get(generations.newest)
+    if newest is not None and not may_go(newest):
+        return ()
     keys = deletable(listing, generations, now_s=store.now_s() if grace_s else math.inf, grace_s=grace_s)
     store.delete(keys)
     store.delete(empty_directories(listing, generations.newest, removed=keys))

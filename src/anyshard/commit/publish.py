@@ -63,15 +63,15 @@ class Patience:
 PATIENT = Patience()
 
 
-def _decided() -> None:
-    pass
+def go_ahead() -> None:
+    """For who has nothing to decide."""
 
 
 def publish(  # noqa: PLR0913 - what the caller decides, and its means
     store: Store,
     manifest: Manifest,
     *,
-    decide: Callable[[], None] = _decided,
+    decide: Callable[[], None] = go_ahead,
     hosts: Sequence[str] = (),
     patience: Patience = PATIENT,
     events: Emitter = SILENT,

@@ -16,12 +16,13 @@ from itertools import count
 from typing import Any
 
 from anyshard.commit.deletion import deletable, read_generations
+from anyshard.commit.guard import as_it_is
 from anyshard.commit.parts import is_same_part, part_store
 from anyshard.commit.probe import is_probe_id
-from anyshard.commit.publish import PATIENT, Patience, create_record
+from anyshard.commit.publish import PATIENT, Patience, create_record, go_ahead
 from anyshard.commit.resolve import LOOKS, look
 from anyshard.commit.saved_parts import Incarnation, SavedPart, StepRecord, find_saved, read_named, read_step_record
-from anyshard.commit.stamp import writer_name
+from anyshard.commit.stamp import stamp_after, writer_name
 from anyshard.errors import (
     AnyshardError,
     CheckpointExists,
@@ -31,7 +32,7 @@ from anyshard.errors import (
 )
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.digests import digest_bytes
-from anyshard.records.manifest import REQUIRES_PARTS, Manifest, PartEntry, StepState, decode_manifest, encode_manifest
+from anyshard.records.manifest import REQUIRES_PARTS, Manifest, PartEntry, Resumed, StepState, decode_manifest, encode_manifest
 from anyshard.records.names import ATTEMPT_ALPHABET, ATTEMPT_LENGTH, manifest_name
 from anyshard.storage.protocol import Store
 
@@ -56,21 +57,13 @@ class Outcome:
     is_new: bool
 
 
-def _as_it_is(store: Store) -> Store:
-    return store
-
-
-def _decided() -> None:
-    pass
-
-
 def publish_parts(  # noqa: PLR0913 - what the caller decides, and its means
     store: Store,
     asked: Publication,
     *,
     timeout_s: float = 0.0,
-    settle: Callable[[Store], Store] = _as_it_is,
-    decide: Callable[[], None] = _decided,
+    settle: Callable[[Store], Store] = as_it_is,
+    decide: Callable[[], None] = go_ahead,
     patience: Patience = PATIENT,
     events: Emitter = SILENT,
 ) -> Outcome:
@@ -176,6 +169,8 @@ def make_step_record(store: Store, record: StepRecord, asked: Publication, parts
             file=store.url,
         )
     attempt = _derive_attempt(record.generation + 1, parts)
+    resumed = asked.incarnation.mark or _find_resumed(parts)
+    newest = max((part.manifest.time for part in parts), key=lambda time: time.rstrip("Z"))
     ids = [asked.incarnation.run_id, *(part.manifest.run_id for part in parts)]
     manifest = Manifest(
         generation=record.generation + 1,
@@ -184,7 +179,7 @@ def make_step_record(store: Store, record: StepRecord, asked: Publication, parts
         step=asked.step,
         run_id=next((run_id for run_id in ids if run_id is not None), attempt),
         sections=(),
-        time=max((part.manifest.time for part in parts), key=lambda time: time.rstrip("Z")),
+        time=stamp_after(newest, (asked.incarnation.after, "" if resumed is None else resumed.time)),
         writer=writer_name(),
         world_size=max(part.manifest.world_size for part in parts),
         num_rows=0,
@@ -195,9 +190,16 @@ def make_step_record(store: Store, record: StepRecord, asked: Publication, parts
         requires=(REQUIRES_PARTS,),
         user=dict(asked.user),
         parts=tuple(part.entry for part in parts),
+        resumed=resumed,
     )
     decode_manifest(encode_manifest(manifest), file="manifest")  # what a reader would refuse must not be committed
     return manifest
+
+
+def _find_resumed(parts: Sequence[SavedPart]) -> Resumed | None:
+    """Where the worlds of the parts have gone on from, for a driver that has not loaded anything: the lowest step of all."""
+    found = [part.manifest.resumed for part in parts if part.manifest.resumed is not None]
+    return min(found, key=lambda resumed: (resumed.step, resumed.time), default=None)
 
 
 def hold_all(store: Store, manifest: Manifest, *, patience: Patience = PATIENT) -> Manifest:

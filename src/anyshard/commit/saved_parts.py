@@ -9,7 +9,7 @@ from typing import TypeVar, final
 from anyshard.commit.parts import is_same_part, list_parts, part_prefix, part_store
 from anyshard.commit.resolve import find_incomplete, look, read_record
 from anyshard.errors import BlobNotFound, CheckpointDamaged, CheckpointNotFound, InvalidOption
-from anyshard.records.manifest import Manifest, PartEntry, StepState
+from anyshard.records.manifest import Manifest, PartEntry, Resumed, StepState
 from anyshard.records.names import SECTION_DIRECTORY, FileKind, manifest_name, parse_name
 from anyshard.storage.protocol import Listing, Store
 from anyshard.storage.wrappers.forward import Call, Verb, WrapperStore
@@ -57,16 +57,34 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """What a job knows of itself: its run, the step that it resumed from, and when it did by the store's clock; None: not yet."""
+    """What a job knows of itself: its run, the step that it resumed from, and when it did by the store's clock; None: not yet.
+
+    `since` is the same moment as records have it, `after` the time of the newest step of the run that it knows; empty: none.
+    `pinned` are steps that are not to be replaced.
+    """
 
     run_id: str | None = None
     resumed: int | None = None
     since_s: float | None = None
+    since: str = ""
+    after: str = ""
+    pinned: frozenset[int] = frozenset()
+
+    @property
+    def mark(self) -> Resumed | None:
+        """What the steps that it saves say of where it has gone on from."""
+        return Resumed(self.resumed, self.since) if self.resumed is not None and self.since else None
 
     def may_replace(self, step: int, record: StepRecord) -> bool:
-        """Whether it may put another step in the place of this one: it went back before it, and the step is of an earlier job."""
-        is_after = self.resumed is not None and step > self.resumed
-        return record.published is None or (is_after and self.since_s is not None and record.modified_s < self.since_s)
+        """Whether it may put another step in the place of this one: it went back before it, and the step is of an earlier job.
+
+        One of another run stays, and a pinned one.
+        """
+        if record.published is None:
+            return True
+        is_after = self.resumed is not None and step > self.resumed and step not in self.pinned
+        is_own = self.run_id in (None, record.published.run_id)
+        return is_after and is_own and self.since_s is not None and record.modified_s < self.since_s
 
 
 def check_role(role: str) -> str:
@@ -181,7 +199,7 @@ class PastStore(WrapperStore):
 
     def __init__(self, inner: Store, generation: int) -> None:
         super().__init__(inner)
-        self._generation = generation
+        self.generation = generation
 
     def around(self, call: Call, run: Callable[[], T]) -> T:
         """Do the call, unless it reads a later record."""
@@ -196,4 +214,4 @@ class PastStore(WrapperStore):
 
     def _is_later(self, key: str) -> bool:
         name = parse_name(key)
-        return name is not None and name.kind is FileKind.MANIFEST and name.generation > self._generation
+        return name is not None and name.kind is FileKind.MANIFEST and name.generation > self.generation

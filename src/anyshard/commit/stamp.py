@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 
 from anyshard import __version__
 
@@ -14,4 +15,14 @@ def writer_name() -> str:
 
 def utc_now() -> str:
     """The time as RFC 3339 in UTC, with milliseconds: for people, and to tell which of two steps of a run was saved later."""
-    return f"{datetime.now(UTC).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"
+    return _show(datetime.now(UTC))
+
+
+def stamp_after(time: str, earlier: Iterable[str]) -> str:
+    """This time, or one just after the latest of the earlier ones, if another host, whose clock is ahead, has given that."""
+    latest = max((datetime.fromisoformat(text) for text in earlier if text), default=None)
+    return time if latest is None or datetime.fromisoformat(time) > latest else _show(latest + timedelta(milliseconds=1))
+
+
+def _show(time: datetime) -> str:
+    return f"{time.replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from anyshard.commit.attempt import Attempt, abandoning, make_attempt_id
 from anyshard.commit.deletion import remove_licensed
+from anyshard.commit.guard import as_it_is
 from anyshard.commit.parts import is_same_part, part_prefix, part_store
 from anyshard.commit.publish import PATIENT, Patience, publish
 from anyshard.commit.resolve import Resolved, check_complete, resolve
 from anyshard.commit.stamp import utc_now, writer_name
 from anyshard.commit.stored_index import read_index
-from anyshard.errors import CheckpointDamaged, InvalidOption, LimitExceeded, StorageUnguarded
+from anyshard.errors import CheckpointDamaged, CommitConflict, InvalidOption, LimitExceeded, StorageUnguarded
 from anyshard.monitor.events import SILENT, Emitter
 from anyshard.records.addresses import show
 from anyshard.records.digests import digest_bytes
@@ -26,16 +28,13 @@ from anyshard.records.thinner import select_blobs, select_sections
 from anyshard.storage.protocol import Store
 
 
-def _as_it_is(store: Store) -> Store:
-    return store
-
-
 def thin_step(  # noqa: PLR0913 - what to keep, and the means
     store: Store,
     sections: Collection[str],
     *,
+    generation: int | None = None,
     grace_s: float = 0.0,
-    settle: Callable[[Store], Store] = _as_it_is,
+    settle: Callable[[Store], Store] = as_it_is,
     patience: Patience = PATIENT,
     events: Emitter = SILENT,
 ) -> tuple[str, ...]:
@@ -44,13 +43,19 @@ def thin_step(  # noqa: PLR0913 - what to keep, and the means
     It is whole for its readers at every moment: as it was, or thinned. It stays the checkpoint of its step and its save, and
     says since when it lacks what. Files that it needs no more go once `grace_s` have passed, at once by default; where they or a
     thinner were interrupted, thinning again finishes it. One that is as thin already stays as it is. Of a step in parts each part
-    is thinned that has any of these sections. `settle` finds out whether the store is `guarded`.
+    is thinned that has any of these sections. With `generation` it is the checkpoint of that generation alone that is thinned;
+    another one is left alone (`CommitConflict`). `settle` finds out whether the store is `guarded`.
 
     Raises `InvalidOption` (nothing would be left, or what is kept is tied to what is not), `CommitConflict` (a save, a delete or
     another thinner came first), `StorageUnguarded`, `CheckpointDamaged` (a file is not as its manifest says), or what `resolve`
     does; then nothing has changed.
     """
     resolved, means = resolve(store), _Means(grace_s, settle, patience, events)
+    if generation not in (None, resolved.manifest.generation):
+        raise CommitConflict(
+            f"{store.url}: expected to thin the checkpoint of generation {generation}, found generation "
+            f"{resolved.manifest.generation}: it was saved over meanwhile. Nothing was changed"
+        )
     if resolved.manifest.parts:
         return _thin_parts(store, resolved.manifest, sections, means)
     return _thin(store, resolved, sections, means)
@@ -64,27 +69,33 @@ class _Means:
     events: Emitter
 
 
-def _thin(store: Store, resolved: Resolved, sections: Collection[str], means: _Means) -> tuple[str, ...]:
+def _thin(
+    store: Store, resolved: Resolved, sections: Collection[str], means: _Means, *, named: PartEntry | None = None
+) -> tuple[str, ...]:
+    """Thin a checkpoint, or a part as it is `named`; if that is saved anew meanwhile, what is named keeps its files."""
     manifest = resolved.manifest
     kept = tuple(section for section in manifest.sections if section in sections)
     if not kept:
         raise _nothing_left(store, sections, manifest.sections)
     if len(kept) < len(manifest.sections):
         _publish(means.settle(store), resolved, kept, means)
-    return remove_licensed(store, grace_s=means.grace_s, event="thin.files.removed", events=means.events)
+    entry = PartEntry("", manifest.generation, manifest.data_attempt) if named is None else named
+    may_go = partial(is_same_part, entry)
+    return remove_licensed(store, grace_s=means.grace_s, event="thin.files.removed", may_go=may_go, events=means.events)
 
 
 def _thin_parts(store: Store, manifest: Manifest, sections: Collection[str], means: _Means) -> tuple[str, ...]:
-    found = {entry.name: _resolve_part(store, entry) for entry in manifest.parts}
+    named = {entry.name: entry for entry in manifest.parts}
+    found = {name: _resolve_part(store, entry) for name, entry in named.items()}
     chosen = {name: resolved for name, resolved in found.items() if set(sections) & set(resolved.manifest.sections)}
     if not chosen:
         raise _nothing_left(store, sections, [section for part in found.values() for section in part.manifest.sections])
     store = means.settle(store)
-    means = replace(means, settle=_as_it_is)
+    means = replace(means, settle=as_it_is)
     return tuple(
         part_prefix(name) + key
         for name, resolved in chosen.items()
-        for key in _thin(part_store(store, name), resolved, sections, means)
+        for key in _thin(part_store(store, name), resolved, sections, means, named=named[name])
     )
 
 

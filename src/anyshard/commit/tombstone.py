@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from anyshard.commit.deletion import remove_licensed
+from anyshard.commit.guard import as_it_is
 from anyshard.commit.listing import StepListing
 from anyshard.commit.parts import Part, find_parts, part_prefix, part_store
 from anyshard.commit.publish import PATIENT, Patience, create_record
@@ -27,21 +28,19 @@ from anyshard.records.names import make_attempt
 from anyshard.storage.protocol import Store
 
 
-def _as_it_is(store: Store) -> Store:
-    return store
-
-
 def delete_step(
     store: Store,
     *,
-    settle: Callable[[Store], Store] = _as_it_is,
+    generation: int | None = None,
+    settle: Callable[[Store], Store] = as_it_is,
     patience: Patience = PATIENT,
     events: Emitter = SILENT,
 ) -> tuple[str, ...]:
     """Delete a checkpoint: it is gone for readers when this returns or dies half-way; return the keys of the deleted files.
 
     A tombstone becomes the next generation, then data goes, then old records; the tombstone stays. Where another writer takes
-    that generation first, what it made is deleted too. Parts of the step are deleted in the same way once it is. Deleting again
+    that generation first, what it made is deleted too, unless it is the checkpoint of this `generation` alone that is to go: then
+    another one is left alone (`CommitConflict`). Parts of the step are deleted in the same way once it is. Deleting again
     finishes what was interrupted. `settle` finds out whether the store is `guarded`, once there is something to delete. Raises
     `CheckpointNotFound` if no record was ever there, unpublished parts or not.
     """
@@ -52,8 +51,13 @@ def delete_step(
         if tombstone is None:
             parts = find_outdated(parts, listing, newest)
             break
+        if generation is not None and tombstone.generation != generation + 1:
+            raise CommitConflict(
+                f"{store.url}: expected to delete the checkpoint of generation {generation}, found generation "
+                f"{tombstone.generation - 1}: it was saved over meanwhile. Nothing was deleted"
+            )
         store = settle(store)
-        with suppress(CommitConflict):  # another writer took that generation: look again, and end that one's
+        with suppress(CommitConflict):  # another writer took that generation: look again
             create_record(store, _as_committed(store, tombstone), patience=patience)
             events.event("delete.tombstone.created", detail=f"generation {tombstone.generation}")
             break

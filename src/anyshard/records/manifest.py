@@ -57,6 +57,17 @@ class Parent:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The step of its run that a job had gone on from when it made this one, and when it had: not before any step it knew of.
+
+    Steps of the run with a higher number and no later time are of before that, whatever came of them.
+    """
+
+    step: int
+    time: str
+
+
+@dataclass(frozen=True, slots=True)
 class IndexEntry:
     """Name, length and digest of the index."""
 
@@ -127,6 +138,7 @@ class Manifest:
     user: Mapping[str, Any] = field(default_factory=dict)
     parts: tuple[PartEntry, ...] = ()
     thinned: Thinned | None = None
+    resumed: Resumed | None = None
 
     @property
     def data_attempt(self) -> str:
@@ -179,11 +191,13 @@ def _to_json(manifest: Manifest, user: Json) -> Json:
 
 def _rare_to_json(manifest: Manifest) -> Json:
     """Members that are left out where they would be empty."""
-    thinned, rare = manifest.thinned, Json()
+    thinned, resumed, rare = manifest.thinned, manifest.resumed, Json()
     if manifest.parts:
         rare["parts"] = [{"name": part.name, "generation": part.generation, "attempt": part.attempt} for part in manifest.parts]
     if thinned is not None:
         rare["thinned"] = {"attempt": thinned.attempt, "dropped": list(thinned.dropped), "time": thinned.time}
+    if resumed is not None:
+        rare["resumed"] = {"step": resumed.step, "time": resumed.time}
     return rare
 
 
@@ -271,6 +285,7 @@ def _from_members(members: Members) -> Manifest:
         user=members.object("user").values,
         parts=_read_parts(members),
         thinned=_read_thinned(members),
+        resumed=_read_resumed(members),
     )
 
 
@@ -310,6 +325,13 @@ def _read_thinned(members: Members) -> Thinned | None:
     return Thinned(thinned.text("attempt"), thinned.texts("dropped"), thinned.text("time"))
 
 
+def _read_resumed(members: Members) -> Resumed | None:
+    if "resumed" not in members.values:
+        return None
+    resumed = members.object("resumed")
+    return Resumed(resumed.integer("step"), resumed.text("time"))
+
+
 def _read_mesh(members: Members) -> dict[str, int]:
     mesh = members.object("mesh")
     return {axis: mesh.integer(axis, minimum=1, maximum=MAX_WORLD_SIZE) for axis in mesh.values}
@@ -345,6 +367,8 @@ def _own_faults(manifest: Manifest) -> Iterator[str]:
         yield f"run_id, writer: expected at most {_MAX_ID_LENGTH} characters of JSON each"
     if manifest.step is not None and not 0 <= manifest.step < MAX_INT:
         yield f"step: expected an integer from 0 to {MAX_INT - 1}, found {manifest.step}"
+    if (resumed := manifest.resumed) and not (0 <= resumed.step < MAX_INT and _TIME.fullmatch(resumed.time)):
+        yield f"resumed: expected a step and a time (RFC 3339 in UTC), found {resumed.step} and {resumed.time!r}"
 
 
 def _sections_faults(manifest: Manifest) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Steps that saves of this process are at, which retention leaves alone; and the step that retention is at: saves wait for it."""
+"""Steps that saves of this process are at, which retention leaves alone; and those that retention is at: saves wait for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _POLL_S = 0.1
 
 @final
 class BusySteps(AbstractSet[int]):
-    """The steps that are claimed now, as a set. Saves claim on any thread; one pass of retention at a time holds steps."""
+    """The steps that are claimed now, as a set. Saves claim on any thread, passes of retention hold steps, several at once."""
 
     def __init__(self) -> None:
         self._claims: Counter[int] = Counter()
-        self._held: int | None = None
+        self._held: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._bell = Bell()
 
@@ -64,18 +64,18 @@ class BusySteps(AbstractSet[int]):
         with self._lock:
             is_free = not self._claims[step]
             if is_free:
-                self._held = step
+                self._held[step] += 1
         try:
             yield is_free
         finally:
             if is_free:
                 with self._lock:
-                    self._held = None
+                    self._held[step] -= 1
                 self._bell.ring()
 
     def _try_claim(self, step: int) -> bool:
         with self._lock:
-            if step == self._held:
+            if self._held[step]:
                 return False
             self._claims[step] += 1
             return True

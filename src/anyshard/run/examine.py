@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,19 +15,16 @@ from anyshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     LimitExceeded,
-    StorageDenied,
     StorageError,
-    StorageStuck,
-    StorageUnavailable,
     UnsupportedFormat,
 )
 from anyshard.records.manifest import Manifest, StepState
+from anyshard.run.metrics import read_metrics
 from anyshard.run.step_info import BEING_WRITTEN, Condition, StepInfo
 from anyshard.storage.protocol import Entry, Store
 
-METRICS = "metrics"  # the member of the user's metadata that holds them
-
-_ODD_VALUES = frozenset({"nan", "inf", "-inf"})  # JSON has no such numbers
+# A directory, or something else that is no file, under the name of a record. Any other error may have passed when asked again.
+_ODD_FILES = (errno.EISDIR, errno.ENXIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class Examined:
 def examine(store: Store, step: int) -> Examined | None:
     """What is at the place of a step; None if nothing of it is ours.
 
-    Raises the error of a store that does not answer, or refuses, and `UnsupportedFormat`: a step of a later release may be good,
-    so nobody may pass it over, or save over it. What is wrong with this step alone is in the result.
+    Raises whatever error the store has, and `UnsupportedFormat`: what cannot be read now, or by this release, may be good, so
+    nobody may pass it over, or save over it. What the bytes themselves show to be wrong is in the result.
     """
     try:
         listing, newest = look(store)
-    except (StorageDenied, StorageStuck, StorageUnavailable):
-        raise
     except (StorageError, LimitExceeded) as error:
+        if isinstance(error, StorageError) and error.errno not in _ODD_FILES:
+            raise
         return Examined(StepInfo(step, store.url, Condition.DAMAGED, note=str(error)))
     parts = _examine_parts(store, listing, step)
     if newest is None and not listing.files and not parts:
@@ -76,17 +74,6 @@ def examine(store: Store, step: int) -> Examined | None:
     except UnsupportedFormat as error:
         raise UnsupportedFormat(f"{store.url}: {error}") from error
     return _judge(found, listing, manifest, parts)
-
-
-def read_metrics(user: Mapping[str, object]) -> dict[str, float]:
-    """The metrics in the user's metadata of a record; what is no number is passed over."""
-    metrics = user.get(METRICS)
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(value) for name, value in found if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return value in _ODD_VALUES if isinstance(value, str) else isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _examine_parts(store: Store, listing: StepListing, step: int) -> dict[str, Examined]:
@@ -164,6 +151,7 @@ def _facts(info: StepInfo, manifest: Manifest, parts: Mapping[str, Examined]) ->
         parts=tuple(part.name for part in manifest.parts),
         metrics=read_metrics(manifest.user),
         section_nbytes=dict(nbytes),
+        resumed=manifest.resumed,
     )
 
 

@@ -48,21 +48,26 @@ class InFlight:
         """Whether the last save was of this step, and is committed."""
         return self._last is not None and self._last[0] == step and (self._last[1] is None or self._last[1].is_committed)
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait for all of them; failures are only logged, and raised by no later call."""
-        pending, self._pending = self._pending, []
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for all of them, so long in all; false if some go on. Failures are only logged, and raised by no later call."""
+        pending = self._await_all(timeout_s)
         for one in pending:
             try:
-                one.committed(timeout_s)
+                one.committed(0)
             except AnyshardError as error:
                 logger.warning("%s: before the last save of the run: %s", one.url, error)
+        return all(one.is_done for one in pending)
 
     def finish(self, timeout_s: float) -> None:
         """Wait for all of them, then raise what the first has failed with of which nobody was told, or that it goes on."""
+        for one in self._await_all(timeout_s):
+            if not one.is_committed and (not one.is_done or one.take_failure()):
+                one.committed(0)
+
+    def _await_all(self, timeout_s: float) -> list[PendingSave]:
+        """All of them, which are none of these any more, once they have ended or the time is over."""
         pending, self._pending = self._pending, []
         deadline = time.monotonic() + timeout_s
         for one in pending:
             one.wait_ended(max(0.0, deadline - time.monotonic()))
-        for one in pending:
-            if not one.is_committed and (not one.is_done or one.take_failure()):
-                one.committed(0)
+        return pending

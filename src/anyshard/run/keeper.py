@@ -24,6 +24,11 @@ class Ending(Protocol):
         """Return once it is over, committed or failed; false if it is not within `timeout_s`. Raises no failure of it."""
         ...
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether it has made a step, once it is over."""
+        ...
+
 
 @final
 class Keeper:
@@ -42,7 +47,7 @@ class Keeper:
         self._bell = Bell()
 
     def request(self, pending: Ending | None = None) -> None:
-        """Have a pass made soon, once this pending save is over; returns at once. Nothing after `close`."""
+        """Have a pass made soon, once this pending save is committed; returns at once. Nothing if it fails, or after `close`."""
         with self._lock:
             if self._deadline_s is not None:
                 return
@@ -85,7 +90,10 @@ class Keeper:
         self._bell.ring()
 
     def _take(self) -> bool:
-        """Wait for the first save that was announced and drop all requests that are met by one pass now; false: no more to do."""
+        """Wait for the first save that was announced and drop all requests that are met by one pass now; false: no more to do.
+
+        A save that has failed asks for none: nothing has taken the place of what is there.
+        """
         while True:
             with self._lock:
                 if not self._requests or self._is_late():
@@ -93,12 +101,13 @@ class Keeper:
                     self._thread = None
                     return False
                 first = self._requests[0]
-            if first is None or first.wait_ended(_POLL_S):
-                break
-        with self._lock:
-            waiting = [one for one in self._requests if one is not None and not one.wait_ended(0)]
-            self._requests = deque(waiting)
-        return True
+            if first is not None and not first.wait_ended(_POLL_S):
+                continue
+            with self._lock:
+                ended = [one for one in self._requests if one is None or one.wait_ended(0)]
+                self._requests = deque(one for one in self._requests if one not in ended)
+            if any(one is None or one.is_committed for one in ended):
+                return True
 
     def _is_late(self) -> bool:
         return self._deadline_s is not None and time.monotonic() >= self._deadline_s

@@ -114,6 +114,7 @@ class Lease:
         self._run_id = own.run_id
         self._pause = pause
         self._lost_to: _Seen | None = None
+        self._replaced: set[str] = set()  # incarnations that it was taken from
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -121,8 +122,9 @@ class Lease:
     def take(self, run_id: str = "") -> None:
         """Return holding the lease; raises `RunInUse` if another writer is alive, as soon as that shows.
 
-        It is free if it is not there, was not refreshed within its time, is of a process that has died on this host, or of an
-        earlier start of this job on another one. Else this waits, at most until its time is over, for a sign of life.
+        It is free if it is not there, was not refreshed within its time, or is of a process that has died on this host. Else this
+        waits for a sign of life, at most until its time is over; if it is of this job, which may have been started again on
+        another host, no longer than a living writer needs to give one.
         """
         if self.is_held:
             return
@@ -135,6 +137,8 @@ class Lease:
                     self._hold()
                     return
             elif self._is_free(seen) or self._outlasts(seen):
+                if seen.record is not None:
+                    self._replaced.add(seen.record.incarnation)
                 self._put()
                 self._hold()
                 return
@@ -190,7 +194,7 @@ class Lease:
     def _hold(self) -> None:
         """Begin to refresh. Two writers may have come at the same moment; then the one whose record does not stay has lost."""
         found = self._look()
-        if found is not None and not self._is_own(found.data):
+        if found is not None and self._is_rival(found):
             raise self._in_use(found)
         self.is_held = True
         self._thread = threading.Thread(target=self._keep, name="anyshard-lease", daemon=True)
@@ -227,13 +231,19 @@ class Lease:
     def _is_lost(self) -> bool:
         if self._lost_to is None and not self._is_own(self._read()):
             seen = self._look()
-            if seen is not None and not self._is_own(seen.data):
+            if seen is not None and self._is_rival(seen):
                 self._lost_to = seen
+            elif seen is not None and not self._is_own(seen.data):
+                self._put()  # over a refresh that came late, of the writer that it was taken from, who is told so
         return self._lost_to is not None
 
     def _is_own(self, data: bytes | None) -> bool:
         record = None if data is None else decode_lease(data)
         return record is not None and record.incarnation == self._own.incarnation
+
+    def _is_rival(self, seen: _Seen) -> bool:
+        """Whether a lease is of another writer, and not of one that this one has taken the place of."""
+        return not self._is_own(seen.data) and (seen.record is None or seen.record.incarnation not in self._replaced)
 
     def _read(self) -> bytes | None:
         with suppress(BlobNotFound):
@@ -253,17 +263,21 @@ class Lease:
 
     def _is_free(self, seen: _Seen) -> bool:
         """Whether its holder is known not to be at work any more."""
-        record, own = seen.record, self._own
+        record = seen.record
         if record is None or seen.age_s > self._ttl_s(seen):
             return seen.age_s > self._ttl_s(seen)
-        if record.place == own.place != "":
-            return not _is_alive(record.pid)
-        return record.job == own.job != ""
+        return self._is_here(record) and not _is_alive(record.pid)
+
+    def _is_here(self, record: LeaseRecord) -> bool:
+        """Whether a record is of a process that this one can see."""
+        return record.place == self._own.place != ""
 
     def _outlasts(self, seen: _Seen) -> bool:
         """Wait for a sign of life of the holder, which raises `RunInUse`; true if there was none until its time was over."""
-        ttl_s = self._ttl_s(seen)
+        ttl_s, record = self._ttl_s(seen), seen.record
         left_s, pause_s = 1.25 * ttl_s - seen.age_s, ttl_s / 20
+        if record is not None and record.job == self._own.job != "" and not self._is_here(record):
+            left_s = min(left_s, ttl_s / 2)  # one that lives refreshes it three times in its time
         logger.info("%s: waiting at most %.0f s for %s, to see whether it is alive", self._store.url, left_s, seen.describe())
         while left_s > 0:
             self._pause(pause_s)

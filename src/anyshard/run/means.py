@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 from anyshard import _api
+from anyshard.commit.parts import part_store
+from anyshard.commit.saved_parts import PastStore
 from anyshard.errors import InvalidOption
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.monitor.sinks import sinks_from_environment
 from anyshard.options import LoadOptions, SaveOptions
+from anyshard.run.aim import Aim
 from anyshard.run.custody import Custody
 from anyshard.run.lease import check_ttl
 from anyshard.run.parts import find_part
@@ -88,6 +91,12 @@ class RunMeans:
         """The ranks that train together."""
         return _api.group_of(self.settings.group, self.settings.options.timeout_s)
 
+    def aim(self, custody: Custody | None, step: int, *, overwrite: bool, metrics: Mapping[str, float] | None) -> Aim:
+        """How to save a step. The settings and the metrics that count are the coordinator's."""
+        if custody is None:
+            return Aim(self.store_of(step))
+        return custody.aim(step, overwrite=overwrite, metrics={} if metrics is None else metrics)
+
     def hear(self, what: str, find: Callable[[], bytes], *, takes_lease: bool = False) -> bytes:
         """What the coordinator finds, on all ranks, which all call with the same `what` (a verb); so too what it raises."""
         self.check_usable()
@@ -105,15 +114,17 @@ class RunMeans:
         return find_part(store, role, published=not is_named) if role else store
 
     def hear_place_of(self, step: int, role: str, *, is_named: bool) -> Store:
-        """As `place_of`, but what speaks against it is raised on all ranks alike."""
+        """As `place_of`, but the coordinator alone looks: all ranks get the same place, or the same error."""
+        if not role:
+            return self.store_of(step)
 
         def find() -> bytes:
-            self.place_of(step, role, is_named=is_named)
-            return b""
+            place = self.place_of(step, role, is_named=is_named)
+            return b"%d" % place.generation if isinstance(place, PastStore) else b""
 
-        if role:
-            self.hear(f"find the part of {role} of step {step} of", find)
-        return self.place_of(step, role, is_named=is_named)
+        generation = self.hear(f"find the part of {role} of step {step} of", find)
+        part = part_store(self.store_of(step), role)
+        return PastStore(part, int(generation)) if generation else part
 
     def check_usable(self) -> None:
         """Raise `InvalidOption` if the Run must not be used any more, or not here."""
@@ -136,5 +147,7 @@ class RunMeans:
 
 def check_kind(name: str, value: object, kind: type) -> None:
     """Raise `InvalidOption` for a setting that is neither None nor of this kind."""
-    if value is not None and not isinstance(value, kind):
-        raise InvalidOption(f"{name}: expected {kind.__name__}, found {type(value).__name__}")
+    if value is not None and (not isinstance(value, kind) or isinstance(value, type)):
+        raise InvalidOption(
+            f"{name}: expected {kind.__name__}, found {value if isinstance(value, type) else type(value).__name__}"
+        )

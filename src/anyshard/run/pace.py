@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
+import signal
 import time
+import weakref
 from collections.abc import Callable
 from typing import Final, final
 
@@ -12,6 +15,8 @@ from anyshard.coord.group import Group
 from anyshard.coord.summons import Kind
 from anyshard.run.preemption import Preemption, PreemptionWatch
 from anyshard.run.when import SavePolicy
+
+logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = 60.0  # after a save was asked for by time that never came
 _NOTHING: Final[frozenset[str]] = frozenset()
@@ -48,6 +53,7 @@ class Pace:
             token = hear(lambda: secrets.token_hex(8).encode("ascii"))
             self._watch = PreemptionWatch(self._preemption)
             self._watch.open(group.open_channel(token.decode("ascii")))
+            weakref.finalize(self, self._watch.abandon).atexit = False  # or a Run that is gone would hold signals back
         self.is_open = True
 
     def count_call(self) -> frozenset[str]:
@@ -79,8 +85,17 @@ class Pace:
         """A save was called."""
         self._called_s = time.monotonic()
 
-    def close(self) -> None:
-        """Hear nothing any more. Again is nothing."""
+    def close(self, *, is_failing: bool = False) -> None:
+        """Hear nothing any more. Again is nothing.
+
+        A signal that came too late for a last save ends the process now, as without a Run; not if the job `is_failing` anyway,
+        whose error is to be seen.
+        """
         watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
+        if watch is None:
+            return
+        watch.close()
+        owed = watch.owed_signal
+        if owed is not None and not is_failing and signal.getsignal(owed) is signal.SIG_DFL:  # other handlers have heard it
+            logger.warning("%s came after the last end_step: it ends the process now", signal.Signals(owed).name)
+            signal.raise_signal(owed)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Final, final
 from anyshard import _api
 from anyshard.commit.guard import UNGUARDED, Guards
 from anyshard.commit.part_saving import PartSaving
-from anyshard.commit.publish import Patience
+from anyshard.commit.publish import Patience, go_ahead
 from anyshard.commit.publish_parts import Publication, publish_parts, tidy_parts
 from anyshard.commit.saved_parts import Incarnation, check_role, find_part, find_saved, list_saved
 from anyshard.errors import InvalidOption
 from anyshard.monitor.events import Emitter, Sink
 from anyshard.options import SaveOptions
 from anyshard.records.manifest import Manifest, PartEntry
-from anyshard.run.custody import with_metrics
+from anyshard.run.metrics import with_metrics
 from anyshard.storage.protocol import Store
 from anyshard.storage.wrappers.timed import TimedStore
 
@@ -59,10 +59,6 @@ class Published:
         return f"{self.url}: published with {names}, {self.nbytes / 1e6:.1f} MB{warnings}"
 
 
-def _allow() -> None:
-    pass
-
-
 def _note(published: Published) -> None:
     pass
 
@@ -76,7 +72,7 @@ def open_parts(  # noqa: PLR0913 - what the run lends to a step
     options: SaveOptions | None = None,
     sinks: Sequence[Sink] = (),
     guards: Guards | None = None,
-    before_commit: Callable[[], None] = _allow,
+    before_commit: Callable[[], None] = go_ahead,
     tell: Callable[[Published], None] = _note,
 ) -> SplitStep:
     """The step in `store` (that of the step, not of the run), to save parts of it or to publish it; asks nothing of it yet.
@@ -205,7 +201,8 @@ class SplitStep:
         """What all saves of parts are given, whatever they save."""
         # What the record of the step names must outlast a save that takes its place: `commit` removes it then.
         chosen = replace(self._means.options if options is None else options, overwrite_grace_s=math.inf)
-        given = {"step": self.step, "run_id": self._incarnation.run_id, "options": chosen}
+        own = self._incarnation
+        given = {"step": self.step, "run_id": own.run_id, "after": own.after, "resumed": own.mark, "options": chosen}
         return {**given, "group": self._means.group, "sinks": self._means.sinks}
 
     def _describe(self, store: Store, manifest: Manifest, *, is_new: bool, warnings: tuple[str, ...]) -> Published:

@@ -93,7 +93,10 @@ class KeepEvery(Policy):
 @final
 @dataclass(frozen=True, slots=True)
 class KeepFor(Policy):
-    """Keep each step for so long after it was saved: seconds, or a `timedelta`."""
+    """Keep each step for so long after it was saved: seconds, or a `timedelta`. By the store's clock, which is one for all.
+
+    A step that was thinned or copied counts as saved then.
+    """
 
     duration: float | timedelta
 
@@ -107,8 +110,8 @@ class KeepFor(Policy):
         return self.duration.total_seconds() if isinstance(self.duration, timedelta) else float(self.duration)
 
     def choose(self, steps: Sequence[StepInfo], now_s: float) -> Choice:
-        """Those that are younger, by the time in their records."""
-        return {one.step: None for one in steps if now_s - one.time_s < self.duration_s}
+        """Those that are younger, by when their records were written."""
+        return {one.step: None for one in steps if now_s - one.written_s < self.duration_s}
 
 
 @final

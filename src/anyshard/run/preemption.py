@@ -86,19 +86,9 @@ class PreemptionWatch:
         self._keep_tap = Rarely(self._tap.keep)
         self._rank = 0
         self._signal: int | None = None
-        self._is_noticed = False
+        self._is_abandoned = self._is_answered = False
         self._asked_s: float | None = None  # when this rank first knew that some rank is to stop
         self._is_late = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether `open` was called, and `close` was not."""
-        return self._summons is not None
-
-    @property
-    def is_signalled(self) -> bool:
-        """Whether this rank itself was told to stop."""
-        return self._signal is not None or self._is_noticed
 
     @property
     def deadline_left_s(self) -> float:
@@ -106,6 +96,11 @@ class PreemptionWatch:
         if self._asked_s is None:
             return math.inf
         return max(0.0, self._asked_s + self._preemption.deadline_s - time.monotonic())
+
+    @property
+    def owed_signal(self) -> int | None:
+        """The signal that this rank got and that no call was an answer to: once this is closed nobody else will give one."""
+        return None if self._is_answered else self._signal
 
     def open(self, channel: Channel) -> None:
         """Begin to hear. All ranks open the same channel, once. Before that signals do what they did before."""
@@ -133,7 +128,9 @@ class PreemptionWatch:
         """
         assert self._summons is not None, "open comes first"
         self._keep_tap()
-        return self._summons.count_call()
+        call = self._summons.count_call()
+        self._is_answered |= Kind.STOP in call.kinds
+        return call
 
     def summon(self, kind: Kind, reason: str) -> None:
         """Ask all ranks for a call of this kind, soon; returns at once."""
@@ -153,10 +150,20 @@ class PreemptionWatch:
         self._tap.wake()
         for thread in self._threads:
             thread.join(_CLOSE_S if thread.name == "anyshard-watch" else 0.0)
+        for number in self._tap.wait(0.0):  # that nobody has looked at any more
+            self._signal = self._signal or number
         self._tap.remove()
         if not self._threads[0].is_alive():  # else the key-value store does not answer, and there is nobody to tell
             self._summons.leave()
         self._summons = None
+
+    def abandon(self) -> None:
+        """For a watch that nobody can close: hear nothing any more. At once, from any thread, even in the midst of a lock."""
+        if self._summons is None or self._tap.is_left:
+            return
+        self._tap.lapse()
+        self._is_abandoned = True
+        self._tap.wake()
 
     def __enter__(self) -> Self:
         return self
@@ -175,13 +182,21 @@ class PreemptionWatch:
         summons, tap = self._summons, self._tap
         assert summons is not None
         try:
-            while not self._closing.is_set():
+            while not (self._closing.is_set() or self._is_abandoned):
                 pause_s = summons.look()
                 self._end_if_due(summons)
                 for number in tap.wait(self._limit(pause_s)):
                     self._note_signal(number)
+            if self._is_abandoned:
+                self._end_abandoned(summons)
         except Exception:
             logger.exception("rank %d: the watcher has failed; signals are not heard any more", self._rank)
+
+    def _end_abandoned(self, summons: Summons) -> None:
+        self._closing.set()
+        summons.leave()
+        if not self._tap.is_hearing:  # else it is for the main thread, at the end of the process
+            atexit.unregister(self.close)
 
     def _ask_notice(self) -> None:
         assert self._preemption.notice is not None
@@ -194,7 +209,6 @@ class PreemptionWatch:
                     logger.warning("preemption: notice has failed; it is asked again and again all the same", exc_info=True)
                 has_failed, is_noticed = True, False
             if is_noticed:
-                self._is_noticed = True
                 self._ask_to_stop(f"notice on rank {self._rank}")
                 return
 

@@ -1,7 +1,8 @@
 """Retention: the pass over a run that deletes, thins and cleans as planned, by the rules of `commit` and no others.
 
 What a pass never touches: files and directories that anyshard did not make, steps of other runs, damaged and incomplete ones,
-pinned ones, those that saves are at. The newest good step always stays whole, and is looked at once more before anything goes.
+pinned ones, those that saves are at, and the one that the job goes on from. The newest good step always stays whole; all that is
+kept is looked at once more before anything goes, and what has changed since then is not what goes.
 """
 
 from __future__ import annotations
@@ -84,6 +85,9 @@ def prune(  # noqa: PLR0913 - whose steps, by which rule, and the means
     now_s = catalog.store.now_s()
     busy = BusySteps() if busy is None else busy
     plan = plan_retention(steps, policy, run_id=run_id, now_s=now_s, busy=busy)
+    if plan.delete or plan.thin:  # what is kept has to be there, and others may have deleted, too
+        steps = catalog.look()
+        plan = plan_retention(steps, policy, run_id=run_id, now_s=now_s, busy=busy)
     way = settle or partial(Guards().settle, required=False)
     work = _Pass(catalog, {one.step: one for one in steps}, run_id, busy, dry_run=dry_run, settle=way, events=events)
     work.warn(*_describe_strangers(steps, run_id))
@@ -187,13 +191,19 @@ class _Pass:
 
     def _delete(self, info: StepInfo) -> None:
         try:
-            delete_step(self.catalog.store_of(info.step), settle=self.settle, events=self.events)
+            delete_step(self.catalog.store_of(info.step), generation=info.generation, settle=self.settle, events=self.events)
         finally:
             self.catalog.forget(info.step)
 
     def _thin(self, info: StepInfo, sections: frozenset[str]) -> None:
         try:
-            thin_step(self.catalog.store_of(info.step), sections, settle=self.settle, events=self.events)
+            thin_step(
+                self.catalog.store_of(info.step),
+                sections,
+                generation=info.generation,
+                settle=self.settle,
+                events=self.events,
+            )
         finally:
             self.catalog.forget(info.step)
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyshard.run.policies import Choice, KeepPolicy
-from anyshard.run.step_info import Condition, StepInfo, find_latest
+from anyshard.run.step_info import Condition, StepInfo, find_latest, to_unix_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _find_obstacles(one: StepInfo, policy: KeepPolicy, around: _Surroundings) ->
     if one.run_id != around.run_id:
         yield f"of another run ({one.run_id or 'saved without a run'})"
     if one.step in around.busy:
-        yield "a save is at it"
+        yield "a save is at it, or the job goes on from it"
     if one.is_pinned:
         yield "pinned"
     if one.step == around.latest.step:
@@ -95,10 +95,21 @@ def _is_left_behind(one: StepInfo, around: _Surroundings) -> bool:
     # The times in records are those of hosts, whose clocks may differ: a job that goes on elsewhere may seem to save in the past.
     # The store's clock is one for all, but counts from the last thinning.
     return any(
-        other.step < one.step and not other.dropped and one.time_s < other.time_s and one.written_s <= other.written_s
+        one.written_s <= other.written_s and (_is_earlier(other, one) or _is_of_job_back_before(other, one))
         for other in around.steps
         if other.run_id == around.run_id and other.condition is Condition.COMMITTED
     )
+
+
+def _is_earlier(other: StepInfo, one: StepInfo) -> bool:
+    """Whether another step has a lower number, and was saved later."""
+    return other.step < one.step and not other.dropped and one.time_s < other.time_s
+
+
+def _is_of_job_back_before(other: StepInfo, one: StepInfo) -> bool:
+    """Whether the job that saved another step had gone back before this one, when this one was there."""
+    back = other.resumed
+    return back is not None and back.step < one.step and one.time_s <= to_unix_s(back.time)
 
 
 def find_left(one: StepInfo, sections: Collection[str]) -> tuple[str, ...]:

@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 from anyshard import _api
 from anyshard.checkpoint import Checkpoint
 from anyshard.coord.summons import Kind
-from anyshard.errors import AnyshardError, InvalidOption, KeyValueStoreLost, RankMissing
+from anyshard.errors import AnyshardError, KeyValueStoreLost, RankMissing
 from anyshard.monitor.events import Sink
 from anyshard.options import LoadOptions, SaveOptions
 from anyshard.pending import PendingSave
 from anyshard.reports import LoadReport, SaveReport
-from anyshard.run.custody import Aim, Custody, not_found, with_metrics
+from anyshard.run.aim import Aim
+from anyshard.run.custody import Custody, not_found
 from anyshard.run.in_flight import InFlight
 from anyshard.run.lease import TTL_S
 from anyshard.run.means import RunMeans, RunSettings, check_kind
+from anyshard.run.metrics import with_metrics
 from anyshard.run.pace import Pace
 from anyshard.run.parts import SplitStep, open_parts
 from anyshard.run.policies import KeepPolicy
 from anyshard.run.preemption import Preemption
 from anyshard.run.resume import Candidate, Candidates, decode_candidates, load_newest
 from anyshard.run.retention import PruneReport
-from anyshard.run.step_info import StepInfo
+from anyshard.run.step_info import StepInfo, check_step
 from anyshard.run.when import SavePolicy
 from anyshard.storage.protocol import Store
 
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_STEP: Final = 10**18
 _CLOSE_S: Final = 30.0  # how long retention may go on at the end, and saves after an error of the training
 _LEAST_S: Final = 1.0  # what a last save is given in any case
 
@@ -60,8 +61,9 @@ class Run:
     `restore_or_init`, `end_step` and `close` together, each on one thread. What only looks or tidies up (`steps`, `latest`,
     `open`, `pin`, `unpin`, `prune`) is for one process, with or without the others. For roles see `begin`.
 
-    Nothing is ever deleted or replaced but steps that this run has saved: those of other runs stay, as do all foreign files. Of
-    two jobs that write one run the second is told so (`RunInUse`). Nothing is opened or written before the first verb.
+    Retention deletes steps of this run only. A save replaces only what this run left behind at a rollback, damage included,
+    unless `overwrite` asks for more. Steps of other runs stay, as do all foreign files. Of two jobs that write one run the second
+    is told so (`RunInUse`). Nothing is opened or written before the first verb.
     """
 
     def __init__(  # noqa: PLR0913 - what the user may choose; all but the first are keywords
@@ -113,9 +115,11 @@ class Run:
         if error is None:
             self.close()
             return
+        left_s = self._pace.deadline_left_s
+        self._pace.close(is_failing=True)  # first: the others must not agree with this rank on a call that it does not come to
         is_hopeless = isinstance(error, (RankMissing, KeyValueStoreLost))  # no save ends without the other ranks
         try:
-            self.close(min(_LEAST_S if is_hopeless else _CLOSE_S, self._settings.options.exit_timeout_s))
+            self.close(min(_LEAST_S if is_hopeless else _CLOSE_S, self._settings.options.exit_timeout_s, left_s))
         except AnyshardError as other:  # that of the body is the one to raise
             logger.error("a save of the run failed, too: %s", other)  # noqa: TRY400 - its traceback is not what is of interest
 
@@ -136,24 +140,22 @@ class Run:
     ) -> SaveReport:
         """Save a step and return when it is committed; see `anyshard.save`.
 
-        After a rollback a step above the one that was loaded is replaced, and the report says so. Any other step that is there
-        already is `CheckpointExists`, unless `overwrite`. `metrics` are stored with the step.
+        After a rollback a step of this run above the one that was loaded is replaced, unless it is pinned, and the report says
+        so. Any other step that is there already is `CheckpointExists`, unless `overwrite`. `metrics` are stored with the step.
 
         Raises:
             What `anyshard.save` raises. RunInUse: another writer is at work on this run.
         """
-        options = with_metrics(self._settings.options, metrics or {})
-        return self._save(_check_step(step), app_state, overwrite=overwrite, options=options)
+        return self._save(check_step(step), app_state, overwrite=overwrite, metrics=metrics)
 
     def async_save(
         self, step: int, app_state: Mapping[str, object], *, overwrite: bool = False, metrics: Mapping[str, float] | None = None
     ) -> PendingSave:
         """Begin to save a step as it is now, and return as soon as training may go on; see `anyshard.async_save` and `save`."""
-        number, options = _check_step(step), with_metrics(self._settings.options, metrics or {})
-        custody = self._begin_saving()
-        aim = self._aim(custody, number, overwrite=overwrite)
+        number, custody = check_step(step), self._begin_saving()
+        aim = self._means.aim(custody, number, overwrite=overwrite, metrics=metrics)
         try:
-            pending = _api.async_save_step(aim.store, app_state, **self._arguments(number, aim, options))
+            pending = _api.async_save_step(aim.store, app_state, **self._arguments(number, aim))
         except BaseException:
             self._saves.forget_failed()  # this call may have raised that
             if custody is not None:
@@ -178,7 +180,7 @@ class Run:
         self._open_pace()
         kinds = self._pace.count_call()
         if Kind.STOP in kinds:
-            self._save_last(_check_step(step), app_state, metrics or {})
+            self._save_last(check_step(step), app_state, metrics)
             return None
         is_due = Kind.SAVE in kinds or self._pace.is_due(step) or self._pace.is_time(is_saving=self._saves.is_any)
         if not is_due or step == self._saves.last_step:
@@ -220,7 +222,7 @@ class Run:
             What `anyshard.load` raises. CheckpointNotFound: there is no step. CheckpointDamaged: none of them is whole.
         """
         check_kind("options", options, LoadOptions)
-        number = None if step is None else _check_step(step)
+        number = None if step is None else check_step(step)
         candidates = self._hear_candidates(number, role)
         if not candidates.found:
             raise not_found(self.url, candidates)
@@ -229,7 +231,7 @@ class Run:
     def open(self, step: int | None = None, *, role: str = "") -> Checkpoint:
         """Open the newest good step, or this one, for reading without torch and without a job; see `anyshard.open`."""
         if step is not None:
-            number = _check_step(step)
+            number = check_step(step)
         elif (found := self._means.custody.find_latest(role)) is not None:
             number = found.step
         else:
@@ -252,11 +254,11 @@ class Run:
 
     def pin(self, step: int) -> None:
         """Keep a step whatever the policy says, until `unpin`. Raises `CheckpointNotFound`."""
-        self._means.custody.pin(_check_step(step))
+        self._means.custody.pin(check_step(step))
 
     def unpin(self, step: int) -> None:
         """Let the policy decide on a step again."""
-        self._means.custody.unpin(_check_step(step))
+        self._means.custody.unpin(check_step(step))
 
     def prune(self, *, dry_run: bool = False) -> PruneReport:
         """Apply the policy now, and clean up after saves that died; with `dry_run` only say what would be done."""
@@ -267,7 +269,7 @@ class Run:
 
         Takes no lease (the one who publishes does) and waits for nobody; see `SplitStep` and docs/roles.md.
         """
-        number = _check_step(step)
+        number = check_step(step)
         store, custody = self._means.store_of(number), self._means.lead()
         settings = self._settings
         given: dict[str, Any] = {"group": settings.group, "options": settings.options, "sinks": settings.sinks}
@@ -284,19 +286,28 @@ class Run:
         if not self._means.is_usable:
             return
         self._means.is_closed = True
+        limit_s = self._settings.options.exit_timeout_s if timeout_s is None else timeout_s
         try:
-            self._saves.finish(self._settings.options.exit_timeout_s if timeout_s is None else timeout_s)
+            self._saves.finish(limit_s)
         finally:
-            self._means.close(min(_CLOSE_S, self._pace.deadline_left_s))
+            self._means.close(min(_CLOSE_S, limit_s, self._pace.deadline_left_s))
             self._pace.close()
 
     # --------------------------------------------------------------------------------------------------------------- saves
 
-    def _save(self, step: int, app_state: Mapping[str, object], *, overwrite: bool, options: SaveOptions) -> SaveReport:
+    def _save(
+        self,
+        step: int,
+        app_state: Mapping[str, object],
+        *,
+        overwrite: bool = False,
+        metrics: Mapping[str, float] | None,
+        timeout_s: float | None = None,
+    ) -> SaveReport:
         custody = self._begin_saving()
-        aim, is_committed = self._aim(custody, step, overwrite=overwrite), False
+        aim, is_committed = self._means.aim(custody, step, overwrite=overwrite, metrics=metrics), False
         try:
-            report = _api.save_step(aim.store, app_state, **self._arguments(step, aim, options))
+            report = _api.save_step(aim.store, app_state, **self._arguments(step, aim, timeout_s=timeout_s))
             is_committed = True
         finally:
             if custody is not None:
@@ -304,13 +315,15 @@ class Run:
         self._note_save(step, None, aim)
         return replace(report, warnings=report.warnings + aim.warnings)
 
-    def _save_last(self, step: int, app_state: Mapping[str, object], metrics: Mapping[str, float]) -> None:
+    def _save_last(self, step: int, app_state: Mapping[str, object], metrics: Mapping[str, float] | None) -> None:
         """The last save before the job is stopped; what failed before it is no reason to lose this one too."""
         self._should_stop = True
-        self._saves.settle(self._last_timeout_s)
+        is_same = step == self._saves.last_step
+        is_settled = self._saves.settle(self._last_timeout_s / (1 if is_same else 2))  # time is left for a save that follows
         if not self._saves.has_saved(step):
-            options = replace(self._settings.options, timeout_s=self._last_timeout_s)
-            self._save(step, app_state, overwrite=False, options=with_metrics(options, metrics))
+            # It waits for what goes on as long as for anything else, twice, and then goes on beside it.
+            timeout_s = max(_LEAST_S, self._last_timeout_s / (1 if is_settled else 4))
+            self._save(step, app_state, metrics=metrics, timeout_s=timeout_s)
         logger.info("%s: step %d is the last one that is saved: the job is to be stopped", self.url, step)
 
     @property
@@ -330,11 +343,10 @@ class Run:
         self._means.custody.begin_saving()
         return b""
 
-    def _aim(self, custody: Custody | None, step: int, *, overwrite: bool) -> Aim:
-        return Aim(self._means.store_of(step)) if custody is None else custody.aim(step, overwrite=overwrite)
-
-    def _arguments(self, step: int, aim: Aim, options: SaveOptions) -> dict[str, Any]:
-        given = {"step": step, "overwrite": aim.overwrite, "run_id": aim.run_id}
+    def _arguments(self, step: int, aim: Aim, *, timeout_s: float | None = None) -> dict[str, Any]:
+        own = self._settings.options
+        options = with_metrics(own if timeout_s is None else replace(own, timeout_s=timeout_s), aim.metrics)
+        given = {"step": step, "overwrite": aim.overwrite, "run_id": aim.run_id, "after": aim.after, "resumed": aim.resumed}
         return {**given, "group": self._settings.group, "options": options, "sinks": self._settings.sinks}
 
     def _note_save(self, step: int, pending: PendingSave | None, aim: Aim) -> None:
@@ -357,7 +369,8 @@ class Run:
             found = self._means.custody.find_candidates(role)
             return (found if step is None else Candidates((Candidate(step),))).encode()
 
-        return decode_candidates(self._means.hear("find what to load of", find, takes_lease=takes_lease))
+        asked = "the newest step" if step is None else f"step {step}"  # ranks that ask for different ones are told so
+        return decode_candidates(self._means.hear(f"find {asked} to load of", find, takes_lease=takes_lease))
 
     def _load(
         self, app_state: Mapping[str, object], candidates: Candidates, *, role: str, options: LoadOptions | None, is_named: bool
@@ -366,15 +379,10 @@ class Run:
 
         def load(step: int, *, verify: Literal["first"] | None, strict: bool | None) -> LoadReport:
             place = self._means.hear_place_of(step, role, is_named=is_named)
-            chosen = self._settings.load_options if options is None else options
+            settings = self._settings
+            chosen = settings.load_options if options is None else options
             return _api.load(
-                place,
-                app_state,
-                verify=verify,
-                strict=strict,
-                group=self._settings.group,
-                options=chosen,
-                sinks=self._settings.sinks,
+                place, app_state, verify=verify, strict=strict, group=settings.group, options=chosen, sinks=settings.sinks
             )
 
         if is_named:
@@ -386,10 +394,3 @@ class Run:
             custody.note_loaded(step)
         self._saves.forget_last()
         return report
-
-
-def _check_step(step: object) -> int:
-    """A number that a step may have."""
-    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _MAX_STEP:
-        raise InvalidOption(f"step: expected a whole number, 0 or more and below 10^18, found {step!r}")
-    return int(step.__index__())

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _WAKE: Final = b"\0"  # no signal has this number
 _AT_ONCE: Final = 4096
+_UNHANDLED: Final = (signal.SIG_DFL, signal.SIG_IGN)
 _FORKER: Final = "multiprocessing.popen_fork"  # the module that forks for multiprocessing
 
 Numbers: TypeAlias = Sequence[int]
@@ -42,7 +43,7 @@ class _Handler:
         if not self.is_over:
             self._note(number)
         # Python's own for Ctrl-C would end the loop, which the default of any other signal does not do here either.
-        if callable(self.previous) and self.previous is not signal.default_int_handler:
+        if callable(self.previous) and (self.is_over or self.previous is not signal.default_int_handler):
             self.previous(number, frame)
 
 
@@ -50,8 +51,8 @@ class _Handler:
 class SignalTap:
     """Hears signals of this process from `install` to `remove`; what was there before goes on hearing them too.
 
-    `install`, `keep` and `remove` are for the main thread, `wait` for one thread of its own, `wake` for any. A fork hears nothing
-    and has the handlers of before.
+    `install`, `keep` and `remove` are for the main thread, `wait` for one thread of its own, `wake` and `lapse` for any. A fork
+    hears nothing and has the handlers of before.
     """
 
     def __init__(self, numbers: Numbers) -> None:
@@ -62,10 +63,15 @@ class SignalTap:
         self._is_installed = False
         self.is_left = False  # this is a fork of a process in which it was installed
 
+    @property
+    def is_hearing(self) -> bool:
+        """Whether there is still something to put back."""
+        return bool(self._handlers)
+
     def install(self) -> None:
         """Put the handlers in. On another thread than the main one there must be no numbers to hear."""
-        self._is_installed = True
         self._reading, self._writing = os.pipe()
+        self._is_installed = True
         for end in (self._reading, self._writing):
             os.set_blocking(end, False)
         _forks().taps.add(self)
@@ -108,27 +114,51 @@ class SignalTap:
         if not self._is_installed:
             return
         _forks().taps.discard(self)
-        if self._handlers:
-            current = signal.set_wakeup_fd(-1)
-            if current == self._writing:
-                current = self._other.number if self._other.is_open else -1
-            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        self._end()
+        self._put_back_descriptor()
+        self._put_back_handlers()
+        self._close()
+
+    def lapse(self) -> None:
+        """From any thread, without waiting: let signals do what they did before. `remove` may come later, or never."""
+        if is_main_thread():
+            self._put_back_descriptor()
+            self._put_back_handlers()
+            return
+        for number, handler in tuple(self._handlers.items()):
+            handler.is_over = True
+            before = _find_living(handler.previous)
+            if before in _UNHANDLED and signal.getsignal(number) is handler:
+                _set_disposition(number, before)  # Python's own way is for the main thread
+
+    def __del__(self) -> None:
+        """Close what a tap that has lapsed has left; who wakes or waits has a reference, so nobody does."""
+        if self._is_installed and not self._handlers:
+            self._close()
 
     def leave_in_child(self) -> None:
         """In a fork, which shares the descriptors: be as if there had been no tap."""
         if self._handlers:
             signal.set_wakeup_fd(-1)
         self.is_left = True
-        self._end()
+        self._put_back_handlers()
+        self._close()
 
-    def _end(self) -> None:
+    def _put_back_descriptor(self) -> None:
+        if self._handlers:
+            current = signal.set_wakeup_fd(-1)
+            if current == self._writing:
+                current = self._other.number if self._other.is_open else -1
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+
+    def _put_back_handlers(self) -> None:
         for number, handler in self._handlers.items():
             handler.is_over = True
             before = _find_living(handler.previous)
             if signal.getsignal(number) is handler:
                 signal.signal(number, before)
         self._handlers = {}
+
+    def _close(self) -> None:
         self._is_installed = False
         for end in (self._reading, self._writing):
             os.close(end)
@@ -175,11 +205,16 @@ def is_main_thread() -> bool:
 
 def end_by(number: int) -> None:
     """End this process by a signal's default, from any thread, at once: the main one may be where no handler of Python's runs."""
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    libc.signal(number, None)  # SIG_DFL
+    _set_disposition(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     signal.raise_signal(number)  # at this thread
+
+
+def _set_disposition(number: int, disposition: int) -> None:
+    """What the process does at a signal, behind the back of the interpreter, which lets only the main thread set it."""
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(number, int(disposition))
 
 
 def _find_living(disposition: Any) -> Any:  # as Python itself types them

@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
+from anyshard.errors import InvalidOption
+from anyshard.records.manifest import Resumed
+
 STEP = re.compile(r"step_(?P<step>0|[1-9][0-9]{0,17})")
 PINS_PREFIX = "pins/"
+_MAX_STEP = 10**18
 BEING_WRITTEN = "its record is being written"  # or was cut: the note of a step that may be the only one there is
 
 _PIN = re.compile(rf"{PINS_PREFIX}{STEP.pattern}\.json")
@@ -25,6 +29,9 @@ class Condition(enum.StrEnum):
     INCOMPLETE = "incomplete"  # files that the record names are missing
 
 
+_RECORDED = (Condition.COMMITTED, Condition.INCOMPLETE)  # it was committed, and its record can be read
+
+
 @dataclass(frozen=True, slots=True)
 class StepInfo:
     """One step of a run, as it was when it was looked at.
@@ -34,7 +41,7 @@ class StepInfo:
     pending or deleted step `parts` are those that are there unpublished. `nbytes` is what all its files take, `section_nbytes`
     the blobs of each section. `written_s` is when the newest record, or without one the newest file, was written by the store's
     clock. `note` says what is wrong, if anything is. `is_stale`: it is of before a rollback. `has_leftovers`: files are there
-    that no reader needs.
+    that no reader needs. `resumed`: where the job that saved it had gone on from.
     """
 
     step: int
@@ -55,16 +62,22 @@ class StepInfo:
     section_nbytes: Mapping[str, int] = field(default_factory=dict)
     written_s: float = 0.0
     has_leftovers: bool = False
+    resumed: Resumed | None = None
 
     @property
     def time_s(self) -> float:
         """`time` as Unix time; 0 without a record."""
-        return datetime.fromisoformat(self.time).timestamp() if self.time else 0.0
+        return to_unix_s(self.time) if self.time else 0.0
 
     @property
     def is_good(self) -> bool:
         """Whether it is committed, all of it is there, and no rollback has left it behind."""
         return self.condition is Condition.COMMITTED and not self.is_stale
+
+
+def to_unix_s(time: str) -> float:
+    """A time of a record as Unix time."""
+    return datetime.fromisoformat(time).timestamp()
 
 
 def step_prefix(step: int) -> str:
@@ -96,14 +109,22 @@ def find_current(steps: Sequence[StepInfo]) -> str | None:
 
 
 def mark_stale(steps: Sequence[StepInfo]) -> tuple[StepInfo, ...]:
-    """The same steps in rising order; those after which the same run has saved a lower number, after a rollback, are stale."""
+    """The same steps in rising order; those that a rollback of their run has left behind are stale.
+
+    That shows in a lower number that was saved later, or in a later step whose job had gone on from a lower number.
+    """
     latest_s: dict[str, float] = {}
+    returns = {(one.run_id, one.resumed) for one in steps if one.resumed is not None and one.condition in _RECORDED}
+    resumed = [(run_id, back.step, to_unix_s(back.time)) for run_id, back in returns if back is not None]
     marked = []
     for one in sorted(steps, key=lambda one: one.step):
         is_stale = False
         if one.condition is Condition.COMMITTED and one.run_id is not None:
-            is_stale = one.time_s < latest_s.get(one.run_id, one.time_s)
-            latest_s[one.run_id] = max(one.time_s, latest_s.get(one.run_id, one.time_s))
+            time_s = one.time_s
+            is_stale = time_s < latest_s.get(one.run_id, time_s) or any(
+                run_id == one.run_id and step < one.step and time_s <= back_s for run_id, step, back_s in resumed
+            )
+            latest_s[one.run_id] = max(time_s, latest_s.get(one.run_id, time_s))
         marked.append(replace(one, is_stale=is_stale))
     return tuple(marked)
 
@@ -112,3 +133,10 @@ def find_latest(steps: Sequence[StepInfo], run_id: str | None) -> StepInfo | Non
     """The good step of a run with the highest number; a thinned one only if no other is good. None if there is none."""
     good = [one for one in steps if one.is_good and one.run_id == run_id]
     return max(good, key=lambda one: (not one.dropped, one.step), default=None)
+
+
+def check_step(step: object) -> int:
+    """A number that a step may have."""
+    if isinstance(step, bool) or not hasattr(step, "__index__") or not 0 <= step.__index__() < _MAX_STEP:
+        raise InvalidOption(f"step: expected a whole number, 0 or more and below 10^18, found {step!r}")
+    return int(step.__index__())
