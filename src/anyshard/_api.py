@@ -11,6 +11,7 @@ from anyshard.checkpoint import Checkpoint
 from anyshard.checkpointer import Checkpointer
 from anyshard.options import LoadOptions, SaveOptions
 from anyshard.records.values import ValueRegistry
+from anyshard.save_intent import Lineage
 
 if TYPE_CHECKING:
     from anyshard.coord.group import Group
@@ -229,7 +230,8 @@ def save_step(
     **given: Any,
 ) -> SaveReport:
     """As `save`, for a step of a run, stamped later than `after`; what counts of the three is what the coordinator gives."""
-    return _checkpointer(os.getpid()).save(place, app_state, run_id=run_id, after=after, resumed=resumed, **given)
+    lineage = Lineage(run_id, after, resumed)
+    return _checkpointer(os.getpid()).save(place, app_state, lineage=lineage, **given)
 
 
 def async_save_step(
@@ -242,7 +244,8 @@ def async_save_step(
     **given: Any,
 ) -> PendingSave:
     """As `async_save`, for a step of a run, stamped later than `after`; what counts is what the coordinator gives."""
-    return _checkpointer(os.getpid()).async_save(place, app_state, run_id=run_id, after=after, resumed=resumed, **given)
+    lineage = Lineage(run_id, after, resumed)
+    return _checkpointer(os.getpid()).async_save(place, app_state, lineage=lineage, **given)
 
 
 def group_of(group: GroupLike, timeout_s: float) -> Group:

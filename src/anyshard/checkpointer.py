@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from anyshard.coord.torch_dist import GroupLike
     from anyshard.pending import PendingSave
     from anyshard.planning.layouts import Layout
-    from anyshard.records.manifest import Resumed
+    from anyshard.save_intent import Lineage
     from anyshard.saving import SaveRequest
 
 logger = logging.getLogger(__name__)
@@ -74,11 +74,9 @@ class Checkpointer:
         group: GroupLike,
         options: SaveOptions | None,
         sinks: Sequence[Sink],
-        run_id: str | None = None,
-        after: str = "",
-        resumed: Resumed | None = None,
+        lineage: Lineage | None = None,
     ) -> SaveReport:
-        """See `anyshard.save`; `run_id`, `after` and `resumed` (see `SaveIntent`) are those of the coordinator."""
+        """See `anyshard.save`; the `lineage` that counts is that of the coordinator."""
         # Saving and loading need torch, opening does not: hence imports where they are used.
         from anyshard.saving import SaveOperation
         from anyshard.snapshot import LiveSnapshot
@@ -91,16 +89,7 @@ class Checkpointer:
             ranks = stack.enter_context(membership.take_turn(what, timeout_s))
             with _failing_together(ranks, timeout_s):
                 chosen = _choose(SaveOptions, options)
-                asked = _Asked(
-                    place=place,
-                    step=step,
-                    overwrite=overwrite,
-                    options=chosen,
-                    sinks=sinks,
-                    run_id=run_id,
-                    after=after,
-                    resumed=resumed,
-                )
+                asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=sinks, lineage=lineage)
                 request = self._request(membership, ranks, asked)
             stack.enter_context(request.operation.events.span("save", file=request.operation.store.url))
             report = SaveOperation(request).run(LiveSnapshot(app_state, request.taking))
@@ -117,11 +106,9 @@ class Checkpointer:
         group: GroupLike,
         options: SaveOptions | None,
         sinks: Sequence[Sink],
-        run_id: str | None = None,
-        after: str = "",
-        resumed: Resumed | None = None,
+        lineage: Lineage | None = None,
     ) -> PendingSave:
-        """See `anyshard.async_save`; `run_id`, `after` and `resumed` (see `SaveIntent`) are those of the coordinator."""
+        """See `anyshard.async_save`; the `lineage` that counts is that of the coordinator."""
         from anyshard.progress import Progress
 
         began_s, timeout_s = time.perf_counter(), _timeout_of(options)
@@ -132,16 +119,7 @@ class Checkpointer:
         try:
             progress = Progress(membership.group.rank)
             chosen, all_sinks = _choose(SaveOptions, options), (*sinks, progress)
-            asked = _Asked(
-                place=place,
-                step=step,
-                overwrite=overwrite,
-                options=chosen,
-                sinks=all_sinks,
-                run_id=run_id,
-                after=after,
-                resumed=resumed,
-            )
+            asked = _Asked(place=place, step=step, overwrite=overwrite, options=chosen, sinks=all_sinks, lineage=lineage)
             ranks = membership.group if membership.group.size > 1 else make_lone_group(membership.group.ranks[0])
             request = self._request(membership, ranks, asked, began_s=began_s)
         except Exception as error:
@@ -232,21 +210,14 @@ class Checkpointer:
     def _request(self, membership: Membership, ranks: Group, asked: _Asked, *, began_s: float | None = None) -> SaveRequest:
         """All that saving needs, from what the caller has said."""
         from anyshard.adapters.values import torch_types
-        from anyshard.save_intent import SaveIntent, find_step
+        from anyshard.save_intent import Lineage, SaveIntent, find_step
         from anyshard.saving import SaveRequest
         from anyshard.snapshot import Taking
 
         options = asked.options
         operation = self._make_operation(asked.place, ranks, options=options, sinks=asked.sinks)
-        intent = SaveIntent(
-            find_step(operation.store, asked.step),
-            asked.overwrite,
-            options,
-            membership.parent,
-            asked.run_id,
-            asked.after,
-            asked.resumed,
-        )
+        lineage = asked.lineage or Lineage()
+        intent = SaveIntent(find_step(operation.store, asked.step), asked.overwrite, options, membership.parent, lineage)
         registry = self._registry.extended(torch_types())
         longest = operation.store.capabilities.max_blob_nbytes
         max_blob_nbytes = options.max_blob_nbytes if longest is None else min(longest, options.max_blob_nbytes)
@@ -338,9 +309,7 @@ class _Asked:
     overwrite: bool
     options: SaveOptions
     sinks: Sequence[Sink]
-    run_id: str | None = None
-    after: str = ""
-    resumed: Resumed | None = None
+    lineage: Lineage | None = None
 
 
 def _show(place: Place) -> str:

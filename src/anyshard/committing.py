@@ -93,7 +93,7 @@ class Commit:
             time.sleep(_POLL_S)
 
     def _make_manifest(self, common: GlobalPlan, blobs: tuple[BlobEntry, ...]) -> Manifest:
-        resumed = self.intent.resumed
+        lineage = self.intent.lineage
         manifest = Manifest(
             generation=self.begun.generation,
             attempt=self.begun.attempt,
@@ -101,7 +101,7 @@ class Commit:
             step=self.intent.step,
             run_id=self.begun.run_id,
             sections=common.sections,
-            time=stamp_after(utc_now(), (self.intent.after, "" if resumed is None else resumed.time)),
+            time=stamp_after(utc_now(), (lineage.after, "" if lineage.resumed is None else lineage.resumed.time)),
             writer=writer_name(),
             world_size=self.operation.group.size,
             mesh=dict(self.facts.mesh),
@@ -112,7 +112,7 @@ class Commit:
             parent=self.intent.parent,
             commit="guarded" if self.operation.store.capabilities.guarded else "unguarded",
             user=dict(self.intent.options.user),
-            resumed=resumed,
+            resumed=lineage.resumed,
         )
         decode_manifest(encode_manifest(manifest), file="manifest")  # what a reader would refuse must not be committed
         return manifest

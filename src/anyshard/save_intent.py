@@ -20,19 +20,26 @@ _TRAILING_NUMBER = re.compile(r"(?:^|[_=-])[A-Za-z]*0*([0-9]{1,18})$")
 
 
 @dataclass(frozen=True, slots=True)
-class SaveIntent:
-    """What the caller asked for, the checkpoint that the job had loaded before, and the run that the step belongs to.
+class Lineage:
+    """Which run a step belongs to, the time of the newest step of it that is known, and where the job has gone on from.
 
-    Of a run: `after` is the time of its newest step that is known, and `resumed` where the job has gone on from.
+    Nothing of these for a checkpoint that is of no run.
     """
+
+    run_id: str | None = None
+    after: str = ""
+    resumed: Resumed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveIntent:
+    """What the caller asked for, the checkpoint that the job had loaded before, and the lineage of the step in its run."""
 
     step: int | None
     overwrite: bool
     options: SaveOptions
     parent: Parent | None
-    run_id: str | None = None
-    after: str = ""
-    resumed: Resumed | None = None
+    lineage: Lineage = Lineage()
 
     def check_user(self) -> None:
         """Refuse user metadata that a manifest cannot hold."""

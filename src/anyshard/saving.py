@@ -143,7 +143,9 @@ class SaveOperation:
                 self._store, sections=plan.common.sections, overwrite=self._intent.overwrite, events=self._operation.events
             )
         replica_check = self._intent.options.replica_check  # of all ranks, or those that compare less would seem to differ
-        begun = Begin(plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check, self._intent.run_id)
+        begun = Begin(
+            plan.id, planning.is_first, self._attempt.generation, self._attempt.id, replica_check, self._intent.lineage.run_id
+        )
         agreement.announce("begin", begun.encode())
         return pieces, begun
 
